@@ -1,0 +1,117 @@
+"""The hooks a plugin may implement: signatures and docstrings only.
+
+All plugins are asked. `None` means "not mine", never "done". Answers are frozen values keyed by logical names. A hookimpl
+names only the arguments it needs, without defaults, wrappers or ordering options. Every hook is called on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from mixle_core.layout import Layouts, ModelLayout, Role
+    from mixle_core.ownership import AxisClaim, Claim, Refusal
+    from mixle_core.plan import ParallelPlan
+
+PROJECT = "mixle"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def declare_layout(
+    model: Any, plan: ParallelPlan, declared: Mapping[str, Mapping[str, Role]]
+) -> ModelLayout | tuple[ModelLayout, ...] | None:
+    """Declare what the parameters of a model are on a model axis, and which modules to wrap as one.
+
+    Called before anything is sharded, without a process group; a plugin that answered is not asked again, one that
+    answered None is asked again after every round that declared something.
+
+    Args:
+        model: the module, whole, materialised or on meta; global shapes. Do not change it.
+        plan: the parallel plan.
+        declared: logical name -> axis -> role, from earlier rounds. An adapter plugin waits here for its base layer.
+
+    Returns:
+        One layout per axis, or None when the model is not this plugin's.
+
+    Raises:
+        CapabilityError: when the model cannot be split as the plan says, naming the reason and the way out.
+
+    Example: `return ModelLayout(axis="tp", modules={"*.up": ModuleLayout(parameters={"weight": Shard(0)})})`
+    """
+
+
+@hookspec
+def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | Refusal | None:
+    """Bid to execute one model axis: to shard the weights and install the boundaries that the layouts declare.
+
+    Called once when an axis is above 1.
+
+    Args:
+        plan: the parallel plan.
+        layouts: everything declared, by logical name.
+
+    Returns:
+        AxisClaim, Refusal(reason, remedy) when this plan is what stands in the way, or None.
+
+    Example: `return AxisClaim(axis="tp", executor=TensorParallel, backend="torch_native") if plan.tp > 1 else None`
+    """
+
+
+@hookspec
+def own_reduction(plan: ParallelPlan, layouts: Layouts) -> Claim | tuple[Claim, ...] | Refusal | None:
+    """Bid to reduce the gradients of named parameters over all their pending axes.
+
+    Called once. The core constructs the owners that win, and only those.
+
+    Args:
+        plan: the parallel plan.
+        layouts: everything declared, by logical name.
+
+    Returns:
+        Claim, several of them, Refusal(reason, remedy), or None.
+
+    Example: `return Claim(owner=partial(MyOwner, plan), parameters=layouts.trainable, axes={"dp_replicate"}, backend="mine")`
+    """
+
+
+@hookspec
+def init_params(model: Any, layouts: Layouts, seed: int) -> frozenset[str] | None:
+    """Fill parameters of a model that was built on meta; those nobody fills are initialised by the model's own code.
+
+    Called once per rank after sharding, and again after a model grew. A value may depend on (seed, logical name) alone.
+
+    Args:
+        model: the module; its parameters are on the training device, whole (global shapes).
+        layouts: everything declared, by logical name.
+        seed: of the run.
+
+    Returns:
+        Logical names that were filled, or None.
+
+    Example: `model.scale.data.fill_(1.0); return frozenset({"scale"})`
+    """
+
+
+@hookspec
+def build_model(spec: str) -> Any:
+    """Build the model that a name such as `qwen3:tiny` stands for, on meta where weights need not be read.
+
+    Asked only of the plugin named before the colon, on every rank.
+
+    Args:
+        spec: what stands after the colon.
+
+    Returns:
+        The module.
+
+    Raises:
+        UsageError: an unknown spec, with the known ones.
+
+    Example: `return MyModel(SIZES[spec])`
+    """

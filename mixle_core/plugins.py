@@ -1,0 +1,210 @@
+"""Finding, loading and asking plugins. Listing imports none of them; load order never decides anything."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import pluggy
+import structlog
+
+from mixle_core import hookspecs
+from mixle_core.errors import LayoutError, MixleError, PluginError, explain_failure
+from mixle_core.layout import ModelLayout, Role
+
+ENTRY_POINT_GROUP = "mixle"
+ALLOW_LIST = "MIXLE_PLUGINS"
+
+log = structlog.get_logger(__name__)
+
+
+@attrs.frozen
+class InstalledPlugin:
+    """One entry point of the group `mixle`, as its distribution's metadata says it."""
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+    enabled: bool
+
+    def label(self) -> str:
+        """Name, distribution and version, for messages."""
+        return f"{self.name} ({self.distribution} {self.version})"
+
+
+def allowed_by_environment() -> frozenset[str] | None:
+    """Names in MIXLE_PLUGINS, or None when it is not set. An allow-list is no sandbox: installed code stays importable."""
+    listed = os.environ.get(ALLOW_LIST)
+    return None if listed is None else frozenset(name.strip() for name in listed.split(",") if name.strip())
+
+
+def installed_plugins() -> tuple[InstalledPlugin, ...]:
+    """Every installed plugin, in name order, without importing any.
+
+    Raises:
+        PluginError: when two distributions use one name.
+    """
+    allowed = allowed_by_environment()
+    found: dict[str, InstalledPlugin] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        dist = point.dist
+        plugin = InstalledPlugin(
+            name=point.name,
+            distribution=dist.name if dist else "unknown",
+            version=dist.version if dist else "unknown",
+            value=point.value,
+            enabled=allowed is None or point.name in allowed,
+        )
+        known = found.setdefault(point.name, plugin)
+        if known.distribution != plugin.distribution or known.value != plugin.value:
+            raise PluginError(
+                f"two distributions register the plugin {point.name!r}: {known.distribution} {known.version} and "
+                f"{plugin.distribution} {plugin.version}; way out: uninstall one of them"
+            )
+    return tuple(found[name] for name in sorted(found))
+
+
+@attrs.define
+class LoadedPlugins:
+    """Loaded plugins and the one place that calls their hooks, one plugin at a time and in name order."""
+
+    manager: pluggy.PluginManager
+    labels: Mapping[str, str]
+    versions: tuple[tuple[str, str], ...]
+    broken: Mapping[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.labels
+
+    def ask(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """Call `hook` on every plugin; return (plugin, answer) for the answers that are not None."""
+        return [(name, answer) for name in self.labels if (answer := self.ask_one(name, hook, **arguments)) is not None]
+
+    def ask_one(self, name: str, hook: str, **arguments: Any) -> Any:
+        """Call `hook` on one plugin; None when it does not implement it."""
+        others = [plugin for other, plugin in self.manager.list_name_plugin() if other != name]
+        answers = self.manager.subset_hook_caller(hook, remove_plugins=others)(**arguments)
+        return answers[0] if answers else None
+
+    def declared_layouts(self, model: Any, plan: Any) -> list[tuple[str, ModelLayout]]:
+        """Ask `declare_layout` until a round declares nothing new."""
+        from mixle_core.declarations import resolve_layouts
+
+        answers: list[tuple[str, ModelLayout]] = []
+        waiting = list(self.labels)
+        while True:
+            parameters = resolve_layouts(model, plan, answers).parameters
+            roles: dict[str, Mapping[str, Role]] = {name: layout.roles for name, layout in parameters.items()}
+            answered = []
+            for name in waiting:
+                answer = self.ask_one(name, "declare_layout", model=model, plan=plan, declared=roles)
+                if answer is None:
+                    continue
+                answered.append(name)
+                for layout in answer if isinstance(answer, tuple) else (answer,):
+                    if not isinstance(layout, ModelLayout):
+                        raise LayoutError(f"{name}: declare_layout returned {type(layout).__name__}, expected ModelLayout or None")
+                    answers.append((self.labels[name], layout))
+            if not answered:
+                return answers
+            waiting = [name for name in waiting if name not in answered]
+
+
+def load_plugins(
+    names: Iterable[str] | None = None, *, required: Iterable[str] = (), extra: Mapping[str, Any] | None = None
+) -> LoadedPlugins:
+    """Import plugins and check that they keep the contract of the hooks.
+
+    Args:
+        names: the only ones to load, each required; None loads all installed ones that MIXLE_PLUGINS allows.
+        required: names that must load even when `names` is None.
+        extra: name -> module or object with hookimpls, registered beside the installed ones.
+
+    Raises:
+        PluginError: a required plugin that is missing, disabled or fails to import; a hook that does not exist; a
+            hookimpl with defaults, wrappers or ordering options.
+    """
+    extra = dict(extra or {})
+    installed = {plugin.name: plugin for plugin in installed_plugins()}
+    wanted = list(names) if names is not None else [name for name, plugin in installed.items() if plugin.enabled and name not in extra]
+    asked_for = {*required, *(wanted if names is not None else ()), *(allowed_by_environment() or ())} - extra.keys()
+    for name in sorted(asked_for):
+        if name not in installed:
+            near = difflib.get_close_matches(name, installed, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise PluginError(f"no plugin named {name!r} is installed{hint}; way out: pip install mixle-{name}, or `mixle plugins` lists what is there")
+        if not installed[name].enabled:
+            raise PluginError(f"plugin {name!r} is asked for but {ALLOW_LIST} leaves it out; way out: add it to {ALLOW_LIST}")
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    loaded: dict[str, tuple[str, str]] = {}
+    broken: dict[str, str] = {}
+    for name in sorted({*wanted, *required, *extra}):
+        if name in extra:
+            plugin, label, version = extra[name], f"{name} (passed in code)", "in code"
+        else:
+            facts = installed[name]
+            label, version = facts.label(), facts.version
+            try:
+                plugin = _entry_point(facts).load()
+            except MixleError:
+                raise
+            except Exception as error:  # the plugin's code is not ours: whatever its import raises is its failure
+                if name in asked_for:
+                    raise PluginError(
+                        f"plugin {label} failed to import: {type(error).__name__}: {error}; way out: repair it, or leave it out of {ALLOW_LIST}"
+                    ) from error
+                broken[name] = f"{type(error).__name__}: {error}"
+                log.warning("plugin_broken", plugin=name, reason=broken[name])
+                continue
+        _check_contract(label, plugin)
+        manager.register(plugin, name=name)
+        loaded[name] = (label, version)
+    return LoadedPlugins(
+        manager=manager,
+        labels={name: label for name, (label, _) in loaded.items()},
+        versions=tuple((name, version) for name, (_, version) in loaded.items()),
+        broken=broken,
+    )
+
+
+def _entry_point(facts: InstalledPlugin) -> importlib.metadata.EntryPoint:
+    return importlib.metadata.EntryPoint(name=facts.name, value=facts.value, group=ENTRY_POINT_GROUP)
+
+
+def _hookimpls(plugin: Any) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    found = {}
+    for name in dir(plugin):
+        function = inspect.getattr_static(plugin, name)
+        options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
+        if options is not None:
+            found[name] = (function, options)
+    return found
+
+
+def _check_contract(label: str, plugin: Any) -> None:
+    known = {name: inspect.signature(spec) for name, spec in vars(hookspecs).items() if hasattr(spec, f"{hookspecs.PROJECT}_spec")}
+    faults = []
+    for name, (function, options) in _hookimpls(plugin).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            faults.append(f"hook {name!r} does not exist; the nearest is {near[0]!r}")
+            continue
+        ordering = [key for key in ("hookwrapper", "wrapper", "tryfirst", "trylast", "optionalhook", "specname") if options.get(key)]
+        if ordering:
+            faults.append(f"hook {name!r} uses {', '.join(ordering)}; hooks have no order and no wrappers")
+        for argument in inspect.signature(function).parameters.values():
+            if argument.name == "self":
+                continue
+            if argument.name not in known[name].parameters:
+                faults.append(f"hook {name!r} takes {argument.name!r}; it may take {', '.join(known[name].parameters)}")
+            elif argument.default is not argument.empty:
+                faults.append(f"hook {name!r} gives {argument.name!r} a default; take it without one")
+    if faults:
+        raise PluginError(explain_failure(f"plugin {label} breaks the contract of the hooks", faults, "correct the plugin, or leave it out of MIXLE_PLUGINS"))

@@ -1,0 +1,77 @@
+"""What an update leaves behind: gradients handed over by owners, and the receipt of one `train_batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+
+@attrs.frozen(eq=False)
+class Gradient:
+    """One parameter's final gradient as it lies on this rank.
+
+    Args:
+        tensor: local values, per rank; scaling and clipping change them in place. None when no rank used the parameter.
+        weight: how much this rank's values count in a norm over the world: 1 over the number of ranks holding copies.
+    """
+
+    tensor: torch.Tensor | None
+    weight: float
+
+
+@attrs.frozen(eq=False)
+class OwnerReduction:
+    """What an owner hands over at the end of an update.
+
+    Args:
+        gradients: logical name -> final local gradient, for every row the owner has.
+        counts: logical name -> how often the owner reduced it in this update. A parameter nobody used is absent.
+    """
+
+    gradients: Mapping[str, Gradient]
+    counts: Mapping[str, int]
+
+
+@attrs.frozen
+class OwnerReceipt:
+    """What one owner did in an update: parameters it reduced, and the collectives and payload bytes counted per rank."""
+
+    owner: str
+    num_parameters: int
+    num_collectives: int
+    payload_bytes: int
+
+
+@attrs.frozen
+class StepReceipt:
+    """What one `train_batch` did. Only the receipt that commits an update has the fields after `committed`.
+
+    Args:
+        loss: mean loss per token, over this rank's tokens of the batch before the commit, over all tokens of the update after it.
+        num_local_tokens: loss tokens of this rank in this batch.
+        grad_norm: global norm before clipping.
+        clip_factor: what the gradients were multiplied with, 1.0 when the norm was below the limit.
+        skipped: why the optimizer did not step, or None.
+    """
+
+    update: int
+    loss: float
+    num_local_tokens: int
+    num_local_examples: int
+    microbatches: int
+    committed: bool
+    num_tokens: int | None = None
+    grad_norm: float | None = None
+    clip_factor: float | None = None
+    learning_rate: float | None = None
+    skipped: str | None = None
+    owners: tuple[OwnerReceipt, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and values, ready for JSON."""
+        return attrs.asdict(self)

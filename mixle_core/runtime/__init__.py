@@ -1,0 +1,31 @@
+"""The front door for everything that needs torch: plugins and training loops import from here."""
+
+from __future__ import annotations
+
+from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
+from mixle_core.runtime.gradients import Reduced, reduce_coalesced
+from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic
+from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
+from mixle_core.runtime.reduction import Reduction, attach, explain
+from mixle_core.runtime.session import Session, prepare
+from mixle_core.runtime.usage import Usage
+
+__all__ = [
+    "AxisExecutor",
+    "Mesh",
+    "Observe",
+    "Owner",
+    "Reduced",
+    "Reduction",
+    "Session",
+    "Traffic",
+    "Usage",
+    "attach",
+    "counted_traffic",
+    "derive_seed",
+    "explain",
+    "logical_parameters",
+    "named_modules",
+    "prepare",
+    "reduce_coalesced",
+]

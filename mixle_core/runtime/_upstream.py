@@ -1,0 +1,88 @@
+"""The private names of torch that the runtime needs, in one place, each with the reason and a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mixle_core.errors import CapabilityError
+
+TESTED = ("2.11", "2.14")
+"""Oldest and newest torch minor version these names were read in."""
+
+_COUNTED = (
+    "allreduce_",
+    "allreduce_coalesced_",
+    "_allgather_base_",
+    "allgather_",
+    "allgather_into_tensor_coalesced_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "broadcast_",
+    "reduce_",
+    "alltoall_",
+    "alltoall_base_",
+    "gather_",
+    "scatter_",
+)
+
+_libraries: list[torch.library.Library] = []
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_num_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
+
+
+def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int], None]) -> None:
+    """Call `observe(operation, group, payload_bytes)` for every collective of this process, C++ callers included.
+
+    Payload is the larger of what goes in and what comes out on this rank. torch has no public way to see the calls that
+    DistributedDataParallel makes from C++; an override at the autograd dispatch key sees them all at no measurable cost.
+
+    Raises:
+        CapabilityError: when this torch has no such dispatch key function.
+    """
+    after = getattr(torch._C, "_dispatch_keyset_full_after", None)
+    if after is None:
+        raise CapabilityError(
+            f"torch {torch.__version__} has no _dispatch_keyset_full_after, which counting needs; use torch {TESTED[0]} to {TESTED[1]}"
+        )
+    below_autograd = after(torch._C.DispatchKey.AutogradOther)
+    library = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 - kept alive in _libraries
+    for name in _COUNTED:
+        operator = getattr(torch.ops.c10d, name, None)
+        if operator is None:
+            continue
+        overload = operator.default
+        arguments = overload._schema.arguments
+        group_at = next(i for i, argument in enumerate(arguments) if argument.name == "process_group")
+        tensors_at = [i for i, argument in enumerate(arguments[:group_at]) if "Tensor" in str(argument.type)]
+
+        def counted(
+            keys: Any,
+            *args: Any,
+            _overload: Any = overload,
+            _name: str = name,
+            _group_at: int = group_at,
+            _tensors_at: tuple[int, ...] = tuple(tensors_at),
+            **kwargs: Any,
+        ) -> Any:
+            observe(_name.strip("_"), dist.ProcessGroup.unbox(args[_group_at]), max(_num_bytes(args[i]) for i in _tensors_at))
+            return _overload.redispatch(keys & below_autograd, *args, **kwargs)
+
+        for key in ("AutogradCPU", "AutogradCUDA"):
+            library.impl(name, counted, key, with_keyset=True)
+    _libraries.append(library)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> int:
+    """Number of hooks that someone put on a parameter's gradient; torch has no public way to ask."""
+    backward = getattr(parameter, "_backward_hooks", None) or ()
+    post = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    return len(backward) + len(post)

@@ -1,0 +1,219 @@
+"""This rank's place in the plan, the one factory of process groups, and the count of what goes over them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mixle_core.agreement import digest, first_difference
+from mixle_core.errors import AgreementError, CapabilityError, MixleError, UsageError
+from mixle_core.plan import AXES, ParallelPlan
+from mixle_core.runtime._upstream import observe_collectives
+
+CONTROL = "control"
+"""Owner label of the groups that carry decisions, not gradients."""
+
+
+@attrs.frozen
+class Traffic:
+    """Collectives and payload bytes, per rank, since the last look."""
+
+    num_collectives: int = 0
+    payload_bytes: int = 0
+
+
+class _Counter:
+    """Counts by the description of the process group; one for the whole process."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[int]] = {}
+        self.installed = False
+
+    def install(self) -> None:
+        if not self.installed:
+            observe_collectives(self._observe)
+            self.installed = True
+
+    def _observe(self, operation: str, group: dist.ProcessGroup, payload_bytes: int) -> None:
+        entry = self.counts.setdefault(f"{group.group_desc}|{operation}", [0, 0])
+        entry[0] += 1
+        entry[1] += payload_bytes
+
+
+_counter = _Counter()
+
+
+def counted_traffic(prefix: str = "") -> dict[str, Traffic]:
+    """`group description|operation` -> traffic of this process so far, for descriptions that start with `prefix`.
+
+    A group that mixle made is described as `mixle:OWNER:AXES`. Counting starts with the first mesh of the process.
+    """
+    return {key: Traffic(*entry) for key, entry in sorted(_counter.counts.items()) if key.startswith(prefix)}
+
+
+def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> torch.device:
+    """Make sure the default process group fits the plan; return the device to train on.
+
+    A launched world (RANK and WORLD_SIZE in the environment) is joined with the plan's timeout. A plan for one process
+    needs no process group.
+
+    Raises:
+        CapabilityError: the world has another size than the plan.
+        UsageError: the plan needs several processes and none were launched; incomplete launch variables.
+    """
+    if device is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        launched = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+        world = launched.get("WORLD_SIZE", "1")
+        if not world.isdigit():
+            raise UsageError(f"WORLD_SIZE={world!r} in the environment: expected a number of processes")
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in launched]
+        if int(world) > 1 and missing:
+            raise UsageError(f"{', '.join(missing)} missing from the environment beside WORLD_SIZE={world}; launch with torchrun or `mixle train`")
+        if int(world) > 1:
+            # joined before the plan is compared with it, so that a rank with another plan can tell the others
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=plan.timeout_s))
+        elif plan.world_size == 1:
+            return device
+        else:
+            _refuse_world(plan, 1, "this process alone")
+    if dist.get_world_size() != plan.world_size:
+        _refuse_world(plan, dist.get_world_size(), "the process group")
+    for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
+        if os.environ.get(name, str(value)) != str(value):
+            raise UsageError(f"{name}={os.environ[name]} in the environment, but the process group says {value}; unset the stray variable")
+    return device
+
+
+def _refuse_world(plan: ParallelPlan, found: int, where: str) -> None:
+    raise CapabilityError(
+        f"world size is {found} ({where}), the plan needs {plan.world_size} ({plan.describe()}); "
+        f"launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
+    )
+
+
+class Mesh:
+    """Where this rank stands in the plan, and the process groups of one attached model.
+
+    Every group is made here, with the plan's timeout, and belongs to one owner, so that its traffic can be attributed.
+    All ranks ask for the same groups in the same order.
+    """
+
+    def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.coordinates = plan.coordinates(self.rank)
+        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
+        if plan.world_size > 1:
+            _counter.install()
+
+    def group(self, axes: Iterable[str], owner: str) -> dist.ProcessGroup | None:
+        """The group of `owner` whose ranks differ from this one only on `axes`; None when that is this rank alone."""
+        wanted = set(axes)
+        active = tuple(axis for axis in AXES if axis in wanted and self.plan.size(axis) > 1)
+        if not active:
+            return None
+        key = (owner, active)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(
+                list(self.plan.group_ranks(self.rank, active)),
+                timeout=datetime.timedelta(seconds=self.plan.timeout_s),
+                use_local_synchronization=True,
+                group_desc=f"mixle:{owner}:{'.'.join(active)}",
+            )
+        return self._groups[key]
+
+    def world(self) -> dist.ProcessGroup | None:
+        """The group of all ranks that carries decisions."""
+        return self.group(AXES, CONTROL)
+
+    def device_mesh(self, axes: Sequence[str], owner: str) -> DeviceMesh:
+        """A torch DeviceMesh over `axes` (each above 1), built from this factory's groups."""
+        groups = [self.group((axis,), owner) for axis in axes]
+        if any(group is None for group in groups):
+            raise UsageError(f"device_mesh over {', '.join(axes)}: each axis needs more than one rank")
+        if len(axes) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))  # type: ignore[arg-type]
+        shape = [self.plan.size(axis) for axis in axes]
+        ranks = torch.tensor(self.plan.group_ranks(self.rank, axes), dtype=torch.int).view(shape)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))  # type: ignore[arg-type]
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Number of ranks over `axes`."""
+        total = 1
+        for axis in set(axes):
+            total *= self.plan.size(axis)
+        return total
+
+    def all_reduce_control(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce a small tensor over all ranks, in place; what decides the same thing everywhere."""
+        group = self.world()
+        if group is not None:
+            moved = values.to(self.device)
+            dist.all_reduce(moved, op=op, group=group)
+            values.copy_(moved)
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of every rank, by rank. For set-up and for errors, not for steps."""
+        group = self.world()
+        if group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.plan.world_size
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    def close(self) -> None:
+        """Destroy the groups made here."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def agree(document: Mapping[str, Any] | None, failure: Exception | None) -> None:
+    """Compare `document` over the default process group, and let a failure on one rank fail everywhere.
+
+    Every rank calls it once, also one that failed before it had a document, so nobody waits for a missing rank.
+
+    Raises:
+        AgreementError: naming the odd rank and the first difference, or the rank that failed and its error.
+        Exception: this rank's own failure.
+    """
+    if not dist.is_initialized():
+        if failure is not None:
+            raise failure
+        return
+    mine = None if document is None else digest(document)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (mine, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    failed = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
+    if failed:
+        raise AgreementError(f"rank {failed[0][0]} could not prepare: {failed[0][1]}")
+    if len({theirs for theirs, _ in gathered}) > 1:
+        documents: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(documents, document)
+        raise AgreementError(f"ranks prepared different things: {first_difference(documents)}; make them alike before training")
+
+
+def raise_everywhere(mesh: Mesh, failure: MixleError | None) -> None:
+    """Raise on every rank what was found on any; each rank calls it at the same point."""
+    texts = mesh.gather_objects(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    found = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+    if found:
+        raise UsageError(f"rank {found[0][0]}: {found[0][1]}")

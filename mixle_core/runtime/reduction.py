@@ -1,0 +1,408 @@
+"""`explain` and `attach`: declare, arbitrate, agree, apply, initialise, install; then one checked reduction per update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import attrs
+import structlog
+import torch
+from torch import nn
+
+from mixle_core.agreement import agreement_document
+from mixle_core.declarations import require_declared, resolve_layouts
+from mixle_core.errors import CapabilityError, LedgerError, PluginError, UsageError
+from mixle_core.layout import Layouts
+from mixle_core.ledger import Ledger
+from mixle_core.ownership import LOCAL_OWNER, AxisClaim, Bid, Claim, OwnershipTable, Refusal, Row, arbitrate, exactly_one
+from mixle_core.plan import MODEL_AXES, ParallelPlan
+from mixle_core.plugins import LoadedPlugins, load_plugins
+from mixle_core.receipts import Gradient, OwnerReceipt, OwnerReduction
+from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
+from mixle_core.runtime.gradients import Reduced, local_power_sum, multiply_
+from mixle_core.runtime.groups import Mesh, Traffic, agree, counted_traffic, raise_everywhere, start_processes
+from mixle_core.runtime.initialise import (
+    derive_seed,
+    equalise_copies,
+    logical_parameters,
+    place_parameters,
+    recompute_units,
+    refuse_foreign,
+    with_units,
+)
+from mixle_core.runtime.probe import Probe
+
+log = structlog.get_logger(__name__)
+
+Plugins = LoadedPlugins | Iterable[str] | Mapping[str, Any] | None
+
+
+@attrs.frozen(eq=False)
+class Arbitration:
+    """The pure part of set-up: who was asked, what was declared, who won."""
+
+    plugins: LoadedPlugins
+    layouts: Layouts
+    table: OwnershipTable
+    winners: Mapping[str, tuple[Claim, tuple[Row, ...]]]
+    executors: Mapping[str, AxisClaim]
+    refusals: tuple[tuple[str, Refusal], ...]
+
+
+def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[str] | None, plugins: Plugins) -> Arbitration:
+    """Ask every plugin and settle every axis and parameter, without a process group."""
+    if not isinstance(plugins, LoadedPlugins):
+        named = plugins is not None and not isinstance(plugins, Mapping)
+        plugins = load_plugins(list(plugins) if named else None, extra=plugins if isinstance(plugins, Mapping) else None)  # type: ignore[arg-type]
+    backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
+    refuse_foreign(model)
+    layouts = with_units(model, resolve_layouts(model, plan, plugins.declared_layouts(model, plan)))
+    executors, declined = _settle_axes(plan, layouts, plugins, backends)
+    for axis in plan.executed_axes:
+        if axis in MODEL_AXES:
+            require_declared(layouts, axis, plan)
+    claims: list[tuple[str, Claim]] = []
+    refusals: list[tuple[str, Refusal]] = []
+    for name, answer in plugins.ask("own_reduction", plan=plan, layouts=layouts):
+        for item in answer if isinstance(answer, tuple) else (answer,):
+            if isinstance(item, Refusal):
+                refusals.append((name, item))
+            elif isinstance(item, Claim):
+                claims.append((name, item))
+            else:
+                raise PluginError(f"{plugins.labels[name]}: own_reduction returned {type(item).__name__}, expected Claim, Refusal or None")
+    table, winners = arbitrate(plan, layouts, claims, refusals, backends=backends, labels=plugins.labels)
+    table = attrs.evolve(table, executors={axis: name for axis, (name, _) in executors.items()})
+    return Arbitration(plugins, layouts, table, winners, {axis: claim for axis, (_, claim) in executors.items()}, (*declined, *refusals))
+
+
+def _settle_axes(
+    plan: ParallelPlan, layouts: Layouts, plugins: LoadedPlugins, backends: tuple[str, ...]
+) -> tuple[dict[str, tuple[str, AxisClaim]], list[tuple[str, Refusal]]]:
+    bids, refusals = [], []
+    for name, answer in plugins.ask("own_axis", plan=plan, layouts=layouts) if plan.executed_axes else ():
+        for item in answer if isinstance(answer, tuple) else (answer,):
+            if isinstance(item, Refusal):
+                refusals.append((name, item))
+            elif not backends or item.backend in backends:
+                bids.append(Bid(plugins.labels[name], (item.axis,), (name, item)))
+    chosen = exactly_one(
+        plan.executed_axes,
+        bids,
+        what=f"each axis on which the forward is split needs exactly one executor (plan: {plan.describe()})",
+        way_out={
+            "nobody": "set the axis to 1, or install and enable a plugin that executes it"
+            + (f" under backend {' or '.join(backends)}" if backends else ""),
+            "several": "choose with backend=..., or leave one of them out of MIXLE_PLUGINS",
+        },
+        refusals=[(plugins.labels[name], refusal) for name, refusal in refusals],
+        nobody=CapabilityError,
+    )
+    return {axis: bid.value for axis, bid in chosen.items()}, refusals
+
+
+def explain(model: nn.Module, plan: ParallelPlan, *, backend: str | Sequence[str] | None = None, plugins: Plugins = None) -> OwnershipTable:
+    """Return the ownership table of `model` under `plan`: pure, no process group, no GPU, the model may be on meta.
+
+    Args:
+        model: whole, unwrapped.
+        backend: label, or labels in order of preference; None when only one claims.
+        plugins: names to load instead of all installed ones; or name -> module of further plugins beside them.
+
+    Raises:
+        MixleError: whatever would stop `attach`, with the way out.
+    """
+    return arbitration(model, plan, backend, plugins).table
+
+
+class _LocalOwner:
+    """Owner of parameters without a pending axis: the gradient is final where it was computed."""
+
+    def __init__(self, transparent: tuple[str, ...]) -> None:
+        self._transparent = transparent
+
+    def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
+        bound = logical_parameters(model, self._transparent)
+        self._rows = {row.name: (bound[row.name], 1.0 / row.copies) for row in rows}
+        return model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return ExitStack()
+
+    def finish(self, observe: Observe) -> OwnerReduction:
+        gradients = {name: Gradient(parameter.grad, weight) for name, (parameter, weight) in self._rows.items()}
+        return OwnerReduction(gradients, {name: 1 for name, gradient in gradients.items() if gradient.tensor is not None})
+
+    def zero(self) -> None:
+        for parameter, _ in self._rows.values():
+            parameter.grad = None
+
+    def close(self) -> None:
+        self._rows = {}
+
+
+def attach(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    backend: str | Sequence[str] | None = None,
+    seed: int = 0,
+    plugins: Plugins = None,
+    device: torch.device | str | None = None,
+) -> Reduction:
+    """Give every gradient of `model` its owner, on every rank, and return the handle of your own training loop.
+
+    Collective: every rank calls it with the same arguments. Ranks that differ in plugins, plan, layout, trainable set or
+    seed fail everywhere before the first gradient collective.
+
+    Args:
+        model: whole, unwrapped; parameters on meta are filled from (seed, logical name), others are made equal on copies.
+        backend, plugins: as in `explain`.
+        seed: of initial values and dropout.
+        device: to train on; None takes this process's GPU where there is one, else the CPU.
+
+    Raises:
+        MixleError: whatever stands in the way, on every rank.
+    """
+    won: Arbitration | None = None
+    failure: Exception | None = None
+    document = None
+    try:
+        device = start_processes(plan, torch.device(device) if device is not None else None)
+        won = arbitration(model, plan, backend, plugins)
+        extra = {"seed": seed, "torch": torch.__version__, "device": device.type}
+        document = agreement_document(plan, won.plugins.versions, won.layouts, won.table, extra)
+    except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
+        failure = error
+    agree(document, failure)
+    assert won is not None and isinstance(device, torch.device)
+    mesh = Mesh(plan, device)
+    failure = None
+    try:
+        return _install(model, won, mesh, seed)
+    except Exception as error:
+        failure = error
+        raise
+    finally:
+        if failure is not None:
+            mesh.close()
+
+
+def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduction:
+    executors: dict[str, AxisExecutor] = {axis: claim.executor() for axis, claim in won.executors.items()}
+    plugins = won.plugins
+
+    def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for executor in executors.values():
+            tensor = executor.shard(won.layouts.parameters[name], tensor, mesh)
+        return tensor
+
+    def fill(module: nn.Module, layouts: Layouts, run_seed: int) -> frozenset[str]:
+        answers = plugins.ask("init_params", model=module, layouts=layouts, seed=run_seed)
+        filled = exactly_one(
+            sorted({name for _, names in answers for name in names}),
+            [Bid(plugins.labels[who], names) for who, names in answers],
+            what="one plugin fills a parameter",
+            way_out={"nobody": "", "several": "leave one of them out of MIXLE_PLUGINS"},
+        )
+        return frozenset(filled)
+
+    filled = place_parameters(model, won.layouts, seed, mesh.device, shard, fill)
+    equalise_copies(model, won.layouts, mesh, filled)
+    for executor in executors.values():
+        executor.apply(model, won.layouts, mesh)
+    if mesh.plan.activation_checkpointing:
+        recompute_units(model, won.layouts)
+    module = model
+    owners: dict[str, Owner] = {}
+    for name, (claim, rows) in sorted(won.winners.items(), key=lambda item: (item[0] == LOCAL_OWNER, item[0])):
+        owners[name] = _LocalOwner(won.layouts.transparent) if name == LOCAL_OWNER else claim.owner()
+        module = owners[name].install(module, rows, mesh)
+    data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
+    torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
+    log.debug("attached", plan=mesh.plan.describe(), owners=list(owners), parameters=len(won.table))
+    return Reduction(model, module, won, mesh, owners, seed)
+
+
+class Reduction:
+    """The gradients of one attached model: call `module`, run backwards, `finish` the update, step, `zero`.
+
+    Attributes:
+        module: the module to call in the loop.
+        model: the module that was passed, for its attributes and for evaluation without gradients.
+        table: the ownership table.
+        mesh: this rank's place in the plan.
+    """
+
+    def __init__(self, model: nn.Module, module: nn.Module, won: Arbitration, mesh: Mesh, owners: Mapping[str, Owner], seed: int) -> None:
+        self.model = model
+        self.module = module
+        self.table = won.table
+        self.layouts = won.layouts
+        self.plugins = won.plugins
+        self.mesh = mesh
+        self.update = 0
+        self._owners = owners
+        self._ledger = Ledger({row.name: row.owner for row in won.table.rows})
+        self._probe = Probe(won.table, mesh, seed) if any(row.model_replica_axes for row in won.table.rows) else None
+        self._bound = logical_parameters(model, won.layouts.transparent)
+        self._trainable = {row.name for row in won.table.rows}
+        self._traffic = {name: Traffic() for name in owners}
+        self._fresh = True
+        self._inside = False
+        self._handles = [model.register_forward_pre_hook(self._guard)]
+        self._forward: Any = None
+        if module is not model:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        if mesh.plan.precision == "bf16":
+            self._autocast_forward()
+        self._read_traffic()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Logical name and parameter (per rank: a slice where the table says so), tied ones once, sorted by name."""
+        yield from self._bound.items()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context around forward and backward of every microbatch of an update but the last."""
+        stack = ExitStack()
+        for owner in self._owners.values():
+            stack.enter_context(owner.no_sync())
+        return stack
+
+    def finish(self, num_tokens: int, loss_sum: float = 0.0, *, loss_scale: float = 1.0) -> Reduced:
+        """End the update: reduce what is not reduced yet, check the ledger, and scale to the mean over all loss tokens.
+
+        Collective. Exact also when every backward ran inside `no_sync()`, so a short trailing window needs nothing else.
+
+        Args:
+            num_tokens: loss tokens of this rank in this update; ranks may differ, also by having none.
+            loss_sum: this rank's summed loss, unscaled; only reported.
+            loss_scale: what this rank's summed losses were multiplied with before backward; equal on all ranks.
+
+        Raises:
+            LedgerError: a parameter that was not reduced exactly once, on every rank.
+            DeclarationError: first update only: a declared role that the gradients contradict.
+            UsageError: parameters that changed since attach, or an earlier fault of another rank.
+        """
+        gradients: dict[str, Gradient] = {}
+        failure: Exception | None = None
+        square_sum = 0.0
+        try:
+            self._check_parameters()
+            for name, owner in self._owners.items():
+                result = owner.finish(self._observe)
+                self._ledger.record(name, result.counts)
+                gradients.update(result.gradients)
+            self._ledger.close((name for name, gradient in gradients.items() if gradient.tensor is None), self.update)
+            square_sum = local_power_sum(gradients.values())
+        except Exception as error:  # every rank has to learn of it before any raises
+            failure = error
+        copies = self.mesh.plan.world_size // self.mesh.plan.data_size
+        shared = torch.tensor([square_sum, num_tokens / copies, loss_sum / copies, float(failure is not None)], dtype=torch.float64)
+        square_sum, tokens, loss, failed = self.mesh.all_reduce_control(shared).tolist()
+        self._fresh = True
+        if failed:
+            self._raise_everywhere(failure)
+        if self._probe is not None:
+            self._probe.judge()
+            if self._probe.done:
+                self._probe = None
+        self.update += 1
+        total = round(tokens)
+        nonfinite: tuple[str, ...] = ()
+        if not math.isfinite(square_sum):
+            mine = [name for name, g in gradients.items() if g.tensor is not None and not bool(torch.isfinite(g.tensor).all())]
+            nonfinite = tuple(sorted({name for names in self.mesh.gather_objects(mine) for name in names}))
+        skipped = f"non-finite gradient: {', '.join(nonfinite[:3])}" if nonfinite else (None if total else "no loss token on any rank")
+        scale = 1.0 / (total * loss_scale) if total else 1.0
+        if skipped is None:
+            multiply_(gradients.values(), scale)
+        return Reduced(
+            gradients,
+            self.mesh,
+            square_sum=square_sum,
+            scale=scale,
+            num_tokens=total,
+            loss=loss / total if total else 0.0,
+            nonfinite=nonfinite,
+            skipped=skipped,
+            owners=self._read_traffic(),
+        )
+
+    def zero(self) -> None:
+        """Drop all gradients; the next update starts from nothing."""
+        for owner in self._owners.values():
+            owner.zero()
+
+    def close(self) -> None:
+        """Remove hooks and process groups. The model keeps its values; collective."""
+        for owner in reversed(list(self._owners.values())):
+            owner.close()
+        for handle in self._handles:
+            handle.remove()
+        if self._forward is not None:
+            self.model.forward = self._forward
+        self.mesh.close()
+
+    def _observe(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        if self._probe is not None:
+            self._probe.observe(gradients)
+
+    def _raise_everywhere(self, failure: Exception | None) -> None:
+        self.zero()
+        raise_everywhere(self.mesh, failure)
+
+    def _read_traffic(self) -> tuple[OwnerReceipt, ...]:
+        receipts = []
+        for name in self._owners:
+            counted = counted_traffic(f"mixle:{name}:").values()
+            now = Traffic(sum(t.num_collectives for t in counted), sum(t.payload_bytes for t in counted))
+            before, self._traffic[name] = self._traffic[name], now
+            owned = sum(1 for row in self.table.rows if row.owner == name)
+            receipts.append(OwnerReceipt(name, owned, now.num_collectives - before.num_collectives, now.payload_bytes - before.payload_bytes))
+        return tuple(receipts)
+
+    def _check_parameters(self) -> None:
+        """Find parameters that were added, replaced, frozen or unfrozen since attach: nobody owns the new ones."""
+        current = logical_parameters(self.model, self.layouts.transparent)
+        changed = [f"{name}: added" for name in current.keys() - self._bound.keys()]
+        for name, bound in self._bound.items():
+            parameter = current.get(name)
+            if parameter is None:
+                changed.append(f"{name}: removed")
+            elif parameter is not bound:
+                changed.append(f"{name}: replaced by another parameter")
+            elif parameter.requires_grad != (name in self._trainable):
+                changed.append(f"{name}: {'unfrozen' if parameter.requires_grad else 'frozen'}")
+        if changed:
+            raise LedgerError(f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach again after changing a model")
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside = True
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
+
+    def _guard(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self.module is not self.model and not self._inside:
+            raise UsageError("the model was called around its owner, so nobody would reduce its gradients; call the module that attach returned")
+        if self._fresh:
+            self._fresh = False
+            left = [name for name, parameter in self._bound.items() if parameter.grad is not None]
+            if left:
+                raise UsageError(f"{left[0]} still holds the gradient of the last update ({len(left)} do); call zero() after the optimizer's step")
+
+    def _autocast_forward(self) -> None:
+        inner = self._forward = self.model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(self.mesh.device.type, torch.bfloat16):
+                return inner(*args, **kwargs)
+
+        self.model.forward = forward  # type: ignore[method-assign]

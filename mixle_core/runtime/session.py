@@ -1,0 +1,229 @@
+"""The training session: batches in, receipts out. One client of `attach`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from mixle_core.errors import UsageError
+from mixle_core.plan import ParallelPlan
+from mixle_core.receipts import StepReceipt
+from mixle_core.runtime.optimizers import OptimizerSpec, Schedule, build_optimizers
+from mixle_core.runtime.reduction import Plugins, Reduction, attach
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+"""Takes the module to call and one microbatch; returns the summed loss (a scalar) and the number of loss tokens."""
+
+
+def prepare(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    loss: Loss,
+    optimizer: OptimizerSpec,
+    schedule: Schedule | None = None,
+    precision: str | None = None,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    backend: str | Sequence[str] | None = None,
+    plugins: Plugins = None,
+    device: torch.device | str | None = None,
+) -> Session:
+    """Attach `model` and give it a session that drives microbatches, reduction, clipping, optimizer and schedule.
+
+    Args:
+        loss: `(module, microbatch) -> (summed loss, number of loss tokens)`.
+        optimizer: `parameters -> Optimizer`, or pattern over logical names -> that.
+        schedule: `optimizer -> LRScheduler`, stepped once per update.
+        precision: overrides `plan.precision`.
+        max_grad_norm: clip the global norm to this; None leaves it.
+        model, plan, seed, backend, plugins, device: as in `attach`.
+
+    Raises:
+        MixleError: whatever stands in the way, on every rank.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None")
+    if precision is not None:
+        plan = attrs.evolve(plan, precision=precision)
+    reduction = attach(model, plan, backend=backend, seed=seed, plugins=plugins, device=device)
+    return Session(reduction, loss=loss, optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm)
+
+
+class Session:
+    """Trains one attached model. `train_batch` commits an update when the window of accumulated batches is full.
+
+    Attributes:
+        reduction: the attached model's gradients; `reduction.table` is the ownership table.
+        optimizers: pattern -> optimizer.
+    """
+
+    def __init__(
+        self, reduction: Reduction, *, loss: Loss, optimizer: OptimizerSpec, schedule: Schedule | None, max_grad_norm: float | None
+    ) -> None:
+        self.reduction = reduction
+        self.plan = reduction.mesh.plan
+        trainable = {name: parameter for name, parameter in reduction.named_parameters() if parameter.requires_grad}
+        self.optimizers = build_optimizers(optimizer, trainable)
+        self.schedulers = [schedule(built) for built in self.optimizers.values()] if schedule else []
+        self.num_skipped = 0
+        self._loss = loss
+        self._max_grad_norm = max_grad_norm
+        self._loss_scale = 1.0
+        self._batches = 0
+        self._tokens = 0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that training calls."""
+        return self.reduction.module
+
+    @property
+    def update(self) -> int:
+        """Updates committed so far, skipped ones included."""
+        return self.reduction.update
+
+    def train_batch(self, batch: Any) -> StepReceipt:
+        """Run one batch of this rank: `plan.microbatches` backwards, and the update when the window is full.
+
+        Args:
+            batch: tensor, or dict, tuple or list of tensors; per rank, rows on dim 0. Ranks that differ only in model
+                axes pass the same rows.
+
+        Raises:
+            UsageError: fewer rows than microbatches, or tensors that disagree about their number.
+        """
+        pieces, rows = self._split(batch)
+        last_batch = self._batches + 1 == self.plan.gradient_accumulation_steps
+        tokens, loss_sum = 0, torch.zeros((), dtype=torch.float64)
+        for index, piece in enumerate(pieces):
+            with ExitStack() as stack:
+                if not (last_batch and index == len(pieces) - 1):
+                    stack.enter_context(self.reduction.no_sync())
+                loss, count = self._loss(self.module, piece)
+                if loss.dim() != 0 or not loss.requires_grad:
+                    raise UsageError(f"loss returned a tensor of shape {list(loss.shape)}: expected a summed scalar with a gradient, and a token count")
+                (loss * self._loss_scale).backward()
+            tokens += int(count)
+            loss_sum += loss.detach().to("cpu", torch.float64)
+        self._batches += 1
+        self._tokens += tokens
+        self._loss_sum += loss_sum
+        receipt = StepReceipt(
+            update=self.update,
+            loss=float(loss_sum) / max(tokens, 1),
+            num_local_tokens=tokens,
+            num_local_examples=rows,
+            microbatches=len(pieces),
+            committed=False,
+        )
+        return self._commit(receipt) if last_batch else receipt
+
+    def finish_accumulation(self) -> StepReceipt | None:
+        """Commit a window that ended early; its mean is over the tokens it has. None when no batch is waiting.
+
+        Collective: the ranks have to agree on whether a window is open.
+        """
+        if not self._batches:
+            return None
+        return self._commit(
+            StepReceipt(
+                update=self.update,
+                loss=float(self._loss_sum) / max(self._tokens, 1),
+                num_local_tokens=self._tokens,
+                num_local_examples=0,
+                microbatches=0,
+                committed=False,
+            )
+        )
+
+    def _commit(self, receipt: StepReceipt) -> StepReceipt:
+        reduced = self.reduction.finish(self._tokens, float(self._loss_sum), loss_scale=self._loss_scale)
+        self._batches, self._tokens = 0, 0
+        self._loss_sum.zero_()
+        rate = next(iter(self.optimizers.values())).param_groups[0]["lr"]
+        if reduced.skipped is None:
+            if self._max_grad_norm is not None:
+                reduced.clip_(self._max_grad_norm)
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            # a power of two near 1/tokens keeps half-precision gradients in range and changes no fp32 digit
+            self._loss_scale = 2.0 ** -round(math.log2(reduced.num_tokens))
+        else:
+            self.num_skipped += 1
+        self.reduction.zero()
+        return attrs.evolve(
+            receipt,
+            loss=reduced.loss,
+            committed=True,
+            num_tokens=reduced.num_tokens,
+            grad_norm=reduced.norm(),
+            clip_factor=reduced.clip_factor,
+            learning_rate=float(rate),
+            skipped=reduced.skipped,
+            owners=reduced.owners,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """Mean loss per token over all batches of all data ranks, in evaluation mode. Collective.
+
+        Ranks pass the same number of batches, since a sharded forward is a collective of its own.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            loss_sum, tokens = 0.0, 0
+            for batch in batches:
+                loss, count = self._loss(self.module, self._to_device(batch))
+                loss_sum += float(loss)
+                tokens += int(count)
+        finally:
+            self.module.train(was_training)
+        shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
+        total_loss, total_tokens = self.reduction.mesh.all_reduce_control(shared).tolist()
+        if not total_tokens:
+            raise UsageError("evaluate: no batch had a loss token on any rank")
+        return float(total_loss / total_tokens)
+
+    def close(self) -> None:
+        """Remove hooks and process groups; collective."""
+        self.reduction.close()
+
+    def _to_device(self, batch: Any) -> Any:
+        return _map_tensors(batch, lambda tensor: tensor.to(self.reduction.mesh.device))
+
+    def _split(self, batch: Any) -> tuple[list[Any], int]:
+        rows: set[int] = set()
+        batch = self._to_device(batch)
+        _map_tensors(batch, lambda tensor: rows.add(tensor.shape[0]) if tensor.dim() else None)
+        number = self.plan.microbatches
+        if len(rows) != 1:
+            raise UsageError(f"batch: tensors with {sorted(rows) or 'no'} rows on dim 0; expected one number of rows for all")
+        (total,) = rows
+        if total < number:
+            raise UsageError(f"batch has {total} rows for microbatches={number}; pass at least one row for each microbatch")
+        if number == 1:
+            return [batch], total
+        return [_map_tensors(batch, lambda t, i=i: t.tensor_split(number)[i] if t.dim() else t) for i in range(number)], total
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with every tensor in nested dicts, tuples and lists changed; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,1 @@
+"""Layout of dense Qwen3 models from transformers, and builders by size."""

@@ -1,0 +1,1 @@
+"""torch's DistributedDataParallel as the owner of data-parallel gradients."""
