@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, reduce_coalesced
-from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic
+from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, reduce_scatter
 from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
 from mixle_core.runtime.reduction import Reduction, attach, explain
 from mixle_core.runtime.session import Session, prepare
@@ -28,4 +28,5 @@ __all__ = [
     "named_modules",
     "prepare",
     "reduce_coalesced",
+    "reduce_scatter",
 ]

@@ -182,6 +182,15 @@ class Mesh:
         self._groups.clear()
 
 
+def reduce_scatter(output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+    """Reduce `values` (dim 0: one piece per rank, concatenated) and keep this rank's piece in `output`.
+
+    torch 2.13 renamed `reduce_scatter_tensor`, which warns since.
+    """
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output, values, op=op, group=group, async_op=async_op)
+
+
 def agree(document: Mapping[str, Any] | None, failure: Exception | None) -> None:
     """Compare `document` over the default process group, and let a failure on one rank fail everywhere.
 

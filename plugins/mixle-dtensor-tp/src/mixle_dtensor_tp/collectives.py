@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mixle_core import CapabilityError, Replica, Shard, Term, UsageError
+from mixle_core.runtime import reduce_scatter
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,8 +44,7 @@ def _pieces(values: torch.Tensor, dim: int, group: dist.ProcessGroup) -> tuple[t
 def _sum_and_cut(values: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     pieces = _pieces(values, dim, group)
     out = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
-    # the pieces one after the other along dim 0 are what reduce_scatter_tensor hands out, one to each rank
-    dist.reduce_scatter_tensor(out, torch.cat([piece.reshape(1, *piece.shape) for piece in pieces]), group=group)
+    reduce_scatter(out, torch.cat(pieces), group)
     return out
 
 

@@ -1,7 +1,8 @@
-"""The private name of torch that this plugin needs, with its guard."""
+"""The names of torch that this plugin needs and that are private or changed between versions, with their guards."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 
 import torch
@@ -21,3 +22,9 @@ def leave_out(module: nn.Module, raw_names: Iterable[str]) -> None:
     if ignore is None:
         raise CapabilityError(f"torch {torch.__version__}: DistributedDataParallel cannot leave parameters out; use torch 2.11 to 2.14")
     ignore(module, list(raw_names))
+
+
+def no_buffer_broadcast() -> dict[str, bool]:
+    """The argument that keeps buffers out of every forward: torch 2.13 renamed it. Buffers are made equal when attaching."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -1,7 +1,6 @@
 """The owner: real DistributedDataParallel with an fp32 sum in its hook, and one joint sum for what is also partial on tp."""
 
-from __future__ import annotations
-
+# no postponed annotations in this file: DistributedDataParallel compares the hook's annotations with classes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mixle_core import Gradient, OwnerReduction, ParallelPlan, Row, UsageError
 from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, reduce_coalesced
-from mixle_torch_ddp._upstream import leave_out
+from mixle_torch_ddp._upstream import leave_out, no_buffer_broadcast
 
 _BUCKET_MB = 25
 
@@ -56,8 +55,8 @@ class DDPOwner:
         self._ddp = DistributedDataParallel(
             model,
             process_group=self._group,
-            broadcast_buffers=False,
             init_sync=False,
+            **no_buffer_broadcast(),
             bucket_cap_mb=_BUCKET_MB,
             gradient_as_bucket_view=True,
         )

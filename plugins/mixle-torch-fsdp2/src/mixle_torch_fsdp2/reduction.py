@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mixle_core import CapabilityError, Gradient, Layouts, OwnerReduction, ParallelPlan, Row
-from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, named_modules, reduce_coalesced
+from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, named_modules, reduce_coalesced, reduce_scatter
 
 
 class _Shell(nn.Module):
@@ -50,7 +50,7 @@ class _CountingReduceScatter:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
 
 class FSDPOwner:

@@ -1,0 +1,68 @@
+"""Errors between tensors, and whole tensors from the slices of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mixle_core.layout import Shard
+from mixle_core.ownership import Row
+from mixle_core.plan import AXES, ParallelPlan
+
+
+def relative_error(value: torch.Tensor | None, reference: torch.Tensor | None) -> float:
+    """Norm of the difference over the norm of the reference; 0 when both are None, infinite when one is.
+
+    Against an all-zero reference it is the norm of `value`.
+    """
+    if value is None or reference is None:
+        return 0.0 if value is None and reference is None else math.inf
+    if value.shape != reference.shape:
+        return math.inf
+    difference = float((value.double() - reference.double()).norm())
+    scale = float(reference.double().norm())
+    error = difference / scale if scale else difference
+    return error if math.isfinite(error) else math.inf
+
+
+def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, bool]:
+    """Put the local tensors of one parameter together.
+
+    Args:
+        pieces: per rank of the world: the parameter or its gradient, sliced as the table says.
+
+    Returns:
+        The whole tensor (global shape), or None when no rank has one; and whether all copies are equal to the bit.
+    """
+    if all(piece is None for piece in pieces):
+        return None, True
+    if any(piece is None for piece in pieces):
+        return None, False
+    cut = [axis for axis in AXES if plan.size(axis) > 1 and (axis in row.stored or isinstance(row.roles.get(axis), Shard))]
+    by_slice: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for rank, piece in enumerate(pieces):
+        position = plan.coordinates(rank)
+        by_slice.setdefault(tuple(position[axis] for axis in cut), []).append(piece)  # type: ignore[arg-type]
+    equal = all(torch.equal(copy, copies[0]) for copies in by_slice.values() for copy in copies[1:])
+    whole = {position: copies[0] for position, copies in by_slice.items()}
+    for depth in (*(i for i, axis in enumerate(cut) if axis in row.stored), *(i for i, axis in enumerate(cut) if axis not in row.stored)):
+        axis = cut[depth]
+        grouped: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for position in sorted(whole):
+            rest = (*position[:depth], 0, *position[depth + 1 :])
+            grouped.setdefault(rest, []).append(whole[position])
+        role = row.roles.get(axis)
+        whole = {position: _join(slices, role if isinstance(role, Shard) else Shard(0)) for position, slices in grouped.items()}
+    (tensor,) = whole.values()
+    return tensor, equal
+
+
+def _join(slices: list[torch.Tensor], role: Shard) -> torch.Tensor:
+    """Undo the cut of one axis; the parts of a fused matrix lie one behind the other in every slice."""
+    if role.parts is None:
+        return torch.cat(slices, role.dim)
+    sizes = [part // len(slices) for part in role.parts]
+    split = [piece.split(sizes, role.dim) for piece in slices]
+    return torch.cat([torch.cat([pieces[i] for pieces in split], role.dim) for i in range(len(sizes))], role.dim)

@@ -1,0 +1,128 @@
+"""Run a function on several real processes. A fork server imports torch once per test session; ranks are forks of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import attrs
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "mixle_core.runtime",
+    "mixle_core.audit",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+
+
+@attrs.frozen
+class Outcome:
+    """What one rank ended with: a value, or the type name, text and traceback of its error, or only an exit code."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    trace: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+_context: ForkServerContext | None = None
+
+
+def _fork_server() -> ForkServerContext:
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(list(PRELOAD))
+    return _context
+
+
+def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping[str, str], pipe: Any, function: Any, args: Any) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    try:
+        if world_size > 1:
+            limit = datetime.timedelta(seconds=timeout_s)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+        outcome = Outcome(rank, value=function(*args), seconds=time.monotonic() - started)
+    except BaseException as error:  # noqa: BLE001 - the parent decides what an error means
+        outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
+    pipe.send(outcome)
+    pipe.close()
+    os._exit(0 if outcome.error is None else 1)  # gloo threads of a failed rank would hold an orderly exit up
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    group_timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> list[Outcome]:
+    """Call `function(*args)` on `world_size` gloo ranks and return their outcomes, by rank.
+
+    Args:
+        function: importable by name; with several ranks the default process group exists when it is called.
+        timeout_s: of the whole run; ranks still running then are ended and their outcome has exit code None.
+        group_timeout_s: of the default process group's collectives.
+        env: further environment variables of the ranks.
+        check: raise AssertionError with the first failing rank's traceback.
+    """
+    context = _fork_server()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            call = (rank, world_size, store, group_timeout_s, dict(env or {}), sender, function, args)
+            process = context.Process(target=_main, args=call, daemon=True)
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        outcomes = _collect(ranks, time.monotonic() + timeout_s)
+    if check:
+        failed = [o for o in outcomes if o.error is not None or o.exitcode != 0]
+        if failed:
+            worst = min(failed, key=lambda o: (o.error is None, o.seconds))
+            raise AssertionError(f"rank {worst.rank} of {world_size} failed (exit code {worst.exitcode}): {worst.error}: {worst.message}\n{worst.trace}")
+    return outcomes
+
+
+def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while waiting and time.monotonic() < deadline:
+        for receiver in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            rank = waiting.pop(receiver)  # type: ignore[arg-type]
+            try:
+                outcomes[rank] = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:  # the process died without a word
+                outcomes[rank] = Outcome(rank)
+    for rank, (process, _) in enumerate(ranks):
+        process.join(timeout=5.0 if rank in outcomes else 0.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            outcomes.setdefault(rank, Outcome(rank, error="Timeout", message="still running at the end of the time allowed"))
+        else:
+            outcomes[rank] = attrs.evolve(outcomes.get(rank, Outcome(rank)), exitcode=process.exitcode)
+    return [outcomes[rank] for rank in range(len(ranks))]
