@@ -46,8 +46,10 @@ class UsageError(MixleError, ValueError):
 
 
 def explain_failure(rule: str, lines: Iterable[str], way_out: str, *, limit: int = 12) -> str:
-    """Compose an error text: the rule with its count, one line per item (the first `limit`), the way out last."""
+    """Compose an error text: the rule, its items (one line for one item, else a line each, the first `limit`), the way out."""
     items = list(lines)
+    if len(items) <= 1:
+        return "; ".join([": ".join([rule, *items]), f"way out: {way_out}"])
     shown = [f"  {line}" for line in items[:limit]]
     if len(items) > limit:
         shown.append(f"  ... and {len(items) - limit} more")

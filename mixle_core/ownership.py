@@ -101,13 +101,13 @@ def exactly_one(
         declined = [f"{bidder} declined: {refusal.reason}; {refusal.remedy}" for bidder, refusal in refusals]
         raise nobody(
             explain_failure(
-                f"{what}; {len(unclaimed)} of {len(found)} have none", [*_by_pattern(unclaimed), *declined], way_out["nobody"]
+                f"{what}; none for {len(unclaimed)} of {len(found)}", [*_by_pattern(unclaimed), *declined], way_out["nobody"]
             )
         )
     contested = {key: offers for key, offers in found.items() if len(offers) > 1}
     if contested:
         lines = [f"{key}: claimed by {' and '.join(bid.bidder for bid in offers)}" for key, offers in contested.items()]
-        raise several(explain_failure(f"{what}; {len(contested)} of {len(found)} have several", lines, way_out["several"]))
+        raise several(explain_failure(f"{what}; several for {len(contested)} of {len(found)}", lines, way_out["several"]))
     return {key: offers[0] for key, offers in found.items()}
 
 

@@ -92,7 +92,7 @@ def _settle_axes(
     chosen = exactly_one(
         plan.executed_axes,
         bids,
-        what=f"each axis on which the forward is split needs exactly one executor (plan: {plan.describe()})",
+        what=f"each axis that splits the forward needs exactly one executor (plan: {plan.describe()})",
         way_out={
             "nobody": "set the axis to 1, or install and enable a plugin that executes it"
             + (f" under backend {' or '.join(backends)}" if backends else ""),

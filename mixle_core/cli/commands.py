@@ -1,0 +1,163 @@
+"""The commands themselves; each reads its options and hands over to one function."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import click
+
+from mixle_core.errors import MixleError
+from mixle_core.plugins import installed_plugins
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="mixle-core", prog_name="mixle")
+def cli() -> None:
+    """Distributed PyTorch training with every gradient declared, arbitrated, executed once and auditable."""
+
+
+@cli.command()
+@click.option("--check", is_flag=True, help="Import each plugin in a process of its own and say which fail.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plugins(check: bool, as_json: bool) -> int:
+    """List the installed plugins without importing any."""
+    rows = []
+    for plugin in installed_plugins():
+        state = "enabled" if plugin.enabled else "left out by MIXLE_PLUGINS"
+        if check and plugin.enabled:
+            state = _import_alone(plugin.name)
+        rows.append({"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version, "state": state})
+    broken = any(str(row["state"]).startswith("broken") for row in rows)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    elif not rows:
+        click.echo("no plugin is installed; for example: pip install mixle-torch-ddp mixle-qwen3")
+    else:
+        from rich.table import Table
+
+        from mixle_core.cli.report import console
+
+        table = Table("name", "distribution", "version", "state")
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        console().print(table)
+    return 1 if broken else 0
+
+
+def _import_alone(name: str) -> str:
+    code = "import sys; from mixle_core.plugins import load_plugins; load_plugins([sys.argv[1]])"
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False, timeout=300)
+    lines = done.stderr.strip().splitlines() or ["ended without a word"]
+    return "enabled, imports" if done.returncode == 0 else f"broken: {lines[-1]}"
+
+
+def _plan_command(function: Any) -> Any:
+    from mixle_core.cli.options import plan_options
+
+    return cli.command()(plan_options(function))
+
+
+@_plan_command
+@click.option("--by-parameter", is_flag=True, help="One line for each parameter instead of each pattern.")
+def explain(**options: Any) -> int:
+    """Show who reduces what under a plan, and what it costs: no GPU, no processes."""
+    from mixle_core.cli.options import backends, load, pop_plan
+    from mixle_core.cli.report import console, explain_json, human_bytes, memory_per_rank, ownership_table
+    from mixle_core.runtime.reduction import arbitration
+
+    plan = pop_plan(options)
+    loaded, build = load(options["model_spec"])
+    model = build()
+    started = time.perf_counter()
+    won = arbitration(model, plan, backends(options["backend"]), loaded)
+    seconds = time.perf_counter() - started
+    memory = memory_per_rank(plan, won.layouts, won.table)
+    if options["as_json"]:
+        click.echo(json.dumps(explain_json(won, memory, seconds), indent=1))
+        return 0
+    out = console()
+    out.print(ownership_table(won.table, by_parameter=options["by_parameter"]))
+    for axis, executor in won.table.executors.items():
+        out.print(f"{axis} is executed by {executor}")
+    for who, refusal in won.refusals:
+        out.print(f"{who} declined: {refusal.reason}; {refusal.remedy}")
+    payload = sum(row.payload_bytes for row in won.table.rows)
+    out.print(
+        f"per rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "
+        f"AdamW {human_bytes(memory.optimizer)}, together {human_bytes(memory.total)}, without activations; "
+        f"gradient payload {human_bytes(payload)} per update"
+    )
+    out.print(f"{plan.world_size} ranks, {sum(p.numel for p in won.layouts.parameters.values()):,} parameters; planned in {seconds:.2f} s; digest {won.table.digest[:16]}")
+    return 0
+
+
+@_plan_command
+@click.option("--clip", type=float, default=1.0, show_default=True, help="Clip the global norm to this; 0 leaves it.")
+@click.option("--tolerance", type=float, default=None, help="Largest error that passes. [default: 1e-5, 3e-2 for bf16]")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--rows", type=int, default=4, show_default=True, help="Rows of each microbatch on each data rank.")
+@click.option("--length", type=int, default=32, show_default=True, help="Tokens of a row.")
+def verify(**options: Any) -> int:
+    """Train a plan for three updates beside one process and compare gradients, norms and parameters."""
+    from mixle_core.cli.running import run_verify
+
+    return _on_ranks(run_verify, options)
+
+
+@_plan_command
+@click.option("--data", default="stdlib", show_default=True, help="'stdlib', a text file, a directory of text, or a .npy of token ids.")
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Updates.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Rows of each batch on each data rank.")
+@click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row.")
+@click.option("--lr", type=float, default=3e-3, show_default=True, help="Peak learning rate.")
+@click.option("--warmup", type=int, default=20, show_default=True, help="Updates of linear warmup; a cosine to 5 % follows.")
+@click.option("--weight-decay", type=float, default=0.1, show_default=True)
+@click.option("--max-grad-norm", type=float, default=1.0, show_default=True, help="0 leaves the gradients as they are.")
+@click.option("--eval-rows", type=click.IntRange(1), default=256, show_default=True, help="Held-out rows to evaluate at the end.")
+@click.option("--require-below", type=float, default=None, help="Exit 1 unless the held-out loss ends below this many nats per token.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--verify", "verify_first", is_flag=True, help="Before training, compare the plan with one process.")
+def train(**options: Any) -> int:
+    """Train a language model on text or token ids."""
+    from mixle_core.cli.running import run_train
+
+    return _on_ranks(run_train, options)
+
+
+def _on_ranks(run: Any, options: dict[str, Any]) -> int:
+    """Run here when this is a rank or the plan is one process; else launch this same command on all ranks."""
+    from mixle_core.cli.options import load, pop_plan
+    from mixle_core.runtime.launch import is_rank, launch, limit_threads
+    from mixle_core.runtime.reduction import arbitration
+
+    plan = pop_plan(options)
+    if is_rank() or plan.world_size == 1:
+        limit_threads()
+        return int(run(plan, options))
+    # what is wrong with the plan or the model shows here, before any process starts
+    from mixle_core.cli.options import backends
+
+    loaded, build = load(options["model_spec"])
+    arbitration(build(), plan, backends(options["backend"]), loaded)
+    result = launch(["-m", "mixle_core.cli.rank", *sys.argv[1:]], plan.world_size)
+    if result.message:
+        raise _Failed(result.message, result.exit_code)
+    return result.exit_code
+
+
+class _Failed(click.ClickException):
+    """What a rank said, with its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"mixle: {self.message}", err=True)
+
+
+__all__ = ["MixleError", "cli"]

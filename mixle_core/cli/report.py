@@ -1,0 +1,114 @@
+"""Tables for people: the ownership table, memory, verification."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from mixle_core.audit import VerifyReport
+from mixle_core.layout import Layouts
+from mixle_core.ownership import OwnershipTable, Row, pending_axes
+from mixle_core.plan import ParallelPlan
+
+_ADAM_STATES = 2
+_STATE_BYTES = 4
+
+
+@attrs.frozen
+class Memory:
+    """Bytes per rank for what training keeps between forwards; activations are not in it."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def memory_per_rank(plan: ParallelPlan, layouts: Layouts, table: OwnershipTable) -> Memory:
+    """Parameters, their gradients and two fp32 states of AdamW on one rank, slices rounded up."""
+    rows = {row.name: row for row in table.rows}
+    sizes = {axis: plan.size(axis) for axis in plan.active}
+    parameters = gradients = optimizer = 0
+    for name, layout in layouts.parameters.items():
+        row = rows.get(name)
+        elements = math.prod(layout.local_shape(sizes))
+        stored = row.stored if row else tuple(a for a in pending_axes(plan, layout) if any(a in r.stored for r in table.rows))
+        elements = math.ceil(elements / math.prod(plan.size(axis) for axis in stored))
+        parameters += elements * layout.itemsize
+        if row:
+            gradients += elements * layout.itemsize
+            optimizer += elements * _STATE_BYTES * _ADAM_STATES
+    return Memory(parameters, gradients, optimizer)
+
+
+def human_bytes(number: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not cut tables when the output is a file."""
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=170)
+
+
+def ownership_table(table: OwnershipTable, *, by_parameter: bool = False) -> Table:
+    """The table by pattern, or by parameter."""
+    groups = [(row.name, [row]) for row in table.rows] if by_parameter else table.by_pattern()
+    shown = Table(title=f"Ownership of {len(table)} trainable parameters, plan {table.plan.describe()}", title_justify="left")
+    for column in ("parameter", "of", "owner", "role", "pending", "operation", "dtype", "group", "payload"):
+        shown.add_column(column, justify="right" if column in ("of", "group", "payload") else "left", overflow="fold")
+    for pattern, rows in groups:
+        row = rows[0]
+        payload = sum(r.payload_bytes for r in rows)
+        shown.add_row(
+            pattern, str(len(rows)), row.owner, row.role_text(), " ".join(row.pending) or "-", operation_text(row),
+            row.dtype.removeprefix("torch."), str(row.group_size), human_bytes(payload),
+        )  # fmt: skip
+    return shown
+
+
+def operation_text(row: Row) -> str:
+    """What is done over which axes, stage by stage."""
+    if row.operation == "none":
+        return "none"
+    stages = " then ".join(" x ".join(stage) for stage in row.stages)
+    return f"{row.operation} over {stages}" + (f", kept sharded on {' '.join(row.stored)}" if row.stored else "")
+
+
+def verify_table(report: VerifyReport) -> Table:
+    """One line per update."""
+    shown = Table(title=f"Against one process, plan {report.plan.describe()}", title_justify="left")
+    for column in ("update", "tokens", "gradients", "worst gradient", "norm", "inf norm", "parameters", "worst parameter", "copies"):
+        shown.add_column(column, overflow="fold")
+    for index, update in enumerate(report.updates):
+        shown.add_row(
+            str(index), str(update.num_tokens), f"{update.gradient_error:.1e}", update.worst_gradient, f"{update.norm_error:.1e}",
+            f"{update.inf_norm_error:.1e}", f"{update.parameter_error:.1e}", update.worst_parameter, "equal" if update.copies_equal else "DIFFER",
+        )  # fmt: skip
+    return shown
+
+
+def explain_json(arbitration: Any, memory: Memory, seconds: float) -> dict[str, Any]:
+    """Everything `mixle explain` shows, for programs."""
+    table: OwnershipTable = arbitration.table
+    return {
+        **table.as_dict(),
+        "digest": table.digest,
+        "memory_bytes_per_rank": {**attrs.asdict(memory), "total": memory.total, "activations_included": False},
+        "payload_bytes_per_update": sum(row.payload_bytes for row in table.rows),
+        "declined": [{"plugin": who, "reason": refusal.reason, "remedy": refusal.remedy} for who, refusal in arbitration.refusals],
+        "planning_s": seconds,
+    }
