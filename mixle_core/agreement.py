@@ -24,6 +24,8 @@ def agreement_document(
         "plan": plan.as_dict(),
         "plugins": [list(plugin) for plugin in plugins],
         "extra": dict(extra),
+        "sequence": list(layouts.sequence),
+        "units": list(layouts.units),
         "parameters": [
             {
                 "name": layout.name,
@@ -59,13 +61,17 @@ def _difference(mine: Any, theirs: Any, path: str) -> tuple[str, str, str]:
         for key in sorted({*mine, *theirs}):
             if key not in mine or key not in theirs:
                 return f"{path}.{key}".lstrip("."), _short(mine.get(key, "absent")), _short(theirs.get(key, "absent"))
-            if mine[key] != theirs[key]:
+            if canonical_json(mine[key]) != canonical_json(theirs[key]):
                 return _difference(mine[key], theirs[key], f"{path}.{key}")
-    if isinstance(mine, list) and isinstance(theirs, list):
+    if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)) and canonical_json(mine) != canonical_json(theirs):
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if a != b:
-                label = a.get("name", index) if isinstance(a, Mapping) else index
-                return _difference(a, b, f"{path}[{label}]")
+            if canonical_json(a) == canonical_json(b):
+                continue
+            if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
+                return _difference(a, b, f"{path}[{index}]")
+            if a.get("name") != b.get("name"):
+                return _difference(a.get("name"), b.get("name"), f"{path}[{index}].name")
+            return _difference(a, b, f"{path}[{a.get('name', index)}]")
         longer, which = (mine, "only there") if len(mine) > len(theirs) else (theirs, "absent there")
         extra = longer[min(len(mine), len(theirs))]
         label = extra.get("name", extra) if isinstance(extra, Mapping) else extra

@@ -25,7 +25,7 @@ from mixle_core.layout import (
     tied_names,
 )
 from mixle_core.ownership import Bid, describe_role, exactly_one
-from mixle_core.plan import DATA_AXES, ParallelPlan
+from mixle_core.plan import MODEL_AXES, ParallelPlan
 
 
 def parameter_facts(model: Any, transparent: Iterable[str] = ()) -> dict[str, ParameterLayout]:
@@ -50,17 +50,20 @@ def resolve_layouts(model: Any, plan: ParallelPlan, declared: Iterable[tuple[str
         declared: (plugin, layout) in the order in which they were given.
 
     Raises:
-        LayoutError: a pattern that matches nothing, a parameter declared twice, tied names with different roles, a role
-            that the parameter's shape cannot have.
+        LayoutError: an axis that is no model axis, a pattern that matches nothing, a parameter declared twice, tied names
+            with different roles, a role that the parameter's shape cannot have.
         CapabilityError: a dimension whose units the axis does not divide.
     """
     declared = list(declared)
     transparent = tuple(dict.fromkeys(segment for _, layout in declared for segment in layout.transparent))
     parameters = parameter_facts(model, transparent)
-    module_names = [logical_name(raw, transparent) for raw, _ in model.named_modules()]
+    module_names = list(dict.fromkeys(logical_name(raw, transparent) for raw, _ in model.named_modules()))
     modules: dict[str, dict[str, ModuleLayout]] = {}
     units: list[str] = []
     for plugin, layout in declared:
+        if layout.axis not in MODEL_AXES:
+            known = f"expected one of {', '.join(MODEL_AXES)}; gradients are partial on data axes by themselves"
+            raise LayoutError(f"{plugin} declares a layout for axis {layout.axis!r}: {known}")
         for pattern in layout.units:
             found = [name for name in module_names if matches(pattern, name)]
             if not found:
@@ -71,7 +74,8 @@ def resolve_layouts(model: Any, plan: ParallelPlan, declared: Iterable[tuple[str
         parameters = _with_roles(parameters, plan, axis, on_axis, module_names)
         modules[axis] = _boundaries(axis, on_axis, module_names)
     ordered = tuple(name for name in module_names if name in set(units))
-    return Layouts(parameters=parameters, modules=modules, units=ordered, transparent=transparent)
+    sequence = tuple(dict.fromkeys(logical_name(raw, transparent) for raw, _ in model.named_parameters(remove_duplicate=False)))
+    return Layouts(parameters=parameters, modules=modules, units=ordered, transparent=transparent, sequence=sequence)
 
 
 def _no_match(plugin: str, axis: str, what: str, pattern: str, names: Iterable[str]) -> LayoutError:
@@ -130,8 +134,6 @@ def _with_roles(
 
 
 def _check_role(layout: ParameterLayout, role: Role, plan: ParallelPlan, axis: str, plugin: str) -> None:
-    if axis in DATA_AXES:
-        raise LayoutError(f"{plugin} declares {layout.name} on the data axis {axis!r}; gradients are partial there by themselves")
     if not isinstance(role, Shard):
         return
     where = f"{plugin} declares {layout.name} with shape {list(layout.shape)} as {describe_role(role)} on {axis!r}"
@@ -197,11 +199,12 @@ def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
     missing = [name for name, layout in parameters.items() if axis not in layout.roles]
     if not missing:
         return
-    patterns = dict.fromkeys(generalise(name) for name in missing)
+    modules: dict[str, dict[str, str]] = {}
+    for module, _, local in (generalise(name).rpartition(".") for name in missing):
+        modules.setdefault(module, {})[local] = f'"{local}": Replica("complete")'
     stub = [
-        f'"{pattern.rpartition(".")[0]}": ModuleLayout(parameters={{"{pattern.rpartition(".")[2]}": Replica("complete")}}),'
-        '  # or Replica("partial"), or Shard(dim)'
-        for pattern in patterns
+        f'"{module}": ModuleLayout(parameters={{{", ".join(roles.values())}}}),  # or Replica("partial"), or Shard(dim)'
+        for module, roles in modules.items()
     ]
     raise LayoutError(
         explain_failure(

@@ -100,7 +100,7 @@ def init_params(model: Any, layouts: Layouts, seed: int) -> frozenset[str] | Non
 
 @hookspec
 def build_model(spec: str) -> Any:
-    """Build the model that a name such as `qwen3:tiny` stands for, on meta where weights need not be read.
+    """Build the model that a name such as `mymodel:tiny` stands for, on meta where weights need not be read.
 
     Asked only of the plugin named before the colon, on every rank.
 

@@ -45,7 +45,7 @@ class Shard:
     """
 
     dim: int
-    unit: int = 1
+    unit: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     parts: tuple[int, ...] | None = attrs.field(default=None, converter=lambda p: None if p is None else tuple(p))
     unit_name: str = attrs.field(default="unit", eq=False)
 
@@ -160,12 +160,14 @@ class Layouts:
     Args:
         modules: axis -> module name -> the layouts whose boundaries the executor installs.
         units: names of the modules to wrap as one, in model order.
+        sequence: names in the order in which the model registers them, which collectives of several parameters follow.
     """
 
     parameters: Mapping[str, ParameterLayout]
     modules: Mapping[str, Mapping[str, ModuleLayout]]
     units: tuple[str, ...]
     transparent: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -184,7 +186,7 @@ def _translate(pattern: str) -> str:
         elif rest.startswith("**"):
             out, i = out + ".*", i + 2
         elif rest[0] == "*":
-            out, i = out + "[^.]*" if out[-1:] not in ("", ".") else out + "[^.]+", i + 1
+            out, i = out + ("[^.]+" if pattern[i - 1 : i] in ("", ".") else "[^.]*"), i + 1
         elif rest[0] == "{":
             if "}" not in rest:
                 raise LayoutError(f"pattern {pattern!r}: '{{' without '}}'; alternatives look like {{q,k}}_proj")
@@ -210,7 +212,7 @@ def logical_name(raw: str, transparent: Iterable[str] = ()) -> str:
     segments = [segment for segment in raw.split(".") if segment not in WRAPPER_SEGMENTS]
     name = ".".join(segments)
     for hidden in transparent:
-        name = re.sub(rf"(^|\.){re.escape(hidden)}\.", r"\1", name)
+        name = re.sub(rf"(?:^|(?<=\.)){re.escape(hidden)}\.", "", name)
     return name
 
 

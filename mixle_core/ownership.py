@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from mixle_core.errors import CapabilityError, LayoutError, MixleError, OwnershipError, explain_failure
+from mixle_core.errors import CapabilityError, LayoutError, MixleError, OwnershipError, PluginError, explain_failure
 from mixle_core.layout import Layouts, ParameterLayout, Replica, Role, generalise
 from mixle_core.plan import DATA_AXES, ParallelPlan
 
@@ -242,7 +242,7 @@ def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Cla
     """Write the row that `claim` gives one parameter.
 
     Raises:
-        OwnershipError: when the claim does not cover a pending axis.
+        OwnershipError: when the claim, or its stages, do not cover a pending axis.
     """
     pending = pending_axes(plan, layout)
     missed = [axis for axis in pending if axis not in claim.axes]
@@ -259,6 +259,11 @@ def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Cla
         for stage in ([tuple(a for a in axes if a in reduced) for axes in claim.stages] if claim.stages else [reduced])
         if stage
     )
+    if sorted(axis for stage in stages for axis in stage) != sorted(reduced):
+        raise OwnershipError(
+            f"{owner} claims {layout.name} with stages {list(claim.stages)}, which do not cover each of {', '.join(reduced)} once; "
+            "way out: every axis of a claim stands in one of its stages"
+        )
     stored = tuple(axis for axis in claim.stored if axis in reduced)
     sizes = {axis: plan.size(axis) for axis in plan.active}
     local_shape = layout.local_shape(sizes)
@@ -309,13 +314,16 @@ def arbitrate(
         labels: plugin -> name, distribution and version, for messages.
 
     Returns:
-        The table, and per owner its claim and rows.
+        The table, and per owner its claim and rows. An owner is named like its plugin; a further claim that the same
+        plugin wins makes the owner `PLUGIN/2`.
 
     Raises:
         OwnershipError: no owner, several owners, or a claim that misses a pending axis.
     """
     shown = labels or {}
     claims = list(claims)
+    if any(who == LOCAL_OWNER for who, _ in claims):
+        raise PluginError(f"a plugin named {LOCAL_OWNER!r} claims parameters; that is the core's own owner; way out: rename the plugin")
     refusals = [(shown.get(who, who), refusal) for who, refusal in refusals]
     names = [n for n, layout in layouts.parameters.items() if layout.trainable]
     if not names:
@@ -350,19 +358,23 @@ def arbitrate(
         raise failure
     unclaimed = Claim(owner=lambda: None, parameters=(), axes=frozenset(), backend=LOCAL_OWNER)
     rows = []
+    owners: dict[Claim, str] = {}
     assigned: dict[str, tuple[Claim, list[Row]]] = {}
     for name in names:
         bid = winners.get(name)
         who, claim = bid.value if bid else (LOCAL_OWNER, unclaimed)
-        row = make_row(plan, layouts.parameters[name], who, claim)
+        if claim not in owners:
+            earlier = sum(owner.partition("/")[0] == who for owner in owners.values())
+            owners[claim] = f"{who}/{earlier + 1}" if earlier else who
+        row = make_row(plan, layouts.parameters[name], owners[claim], claim)
         rows.append(row)
-        assigned.setdefault(who, (claim, []))[1].append(row)
+        assigned.setdefault(owners[claim], (claim, []))[1].append(row)
     for who, (claim, got) in assigned.items():
-        lost = set(claim.parameters) - {row.name for row in got}
-        if claim.whole and who != LOCAL_OWNER and lost & set(names):
+        lost = (set(claim.parameters) & set(names)) - {row.name for row in got}
+        if claim.whole and lost:
             raise OwnershipError(
-                f"{who} claims {len(claim.parameters)} parameters as a whole and gets {len(got)}; "
-                f"without it: {sorted(lost)[0]}; way out: choose one backend for all of them"
+                f"{who} claims {len(claim.parameters)} parameters as a whole and gets {len(got)}; without it: {min(lost)}, which has no "
+                "pending axis; way out: leave it out of the claim, or claim with whole=False"
             )
     table = OwnershipTable(plan=plan, rows=tuple(rows))
     return table, {who: (claim, tuple(got)) for who, (claim, got) in sorted(assigned.items())}

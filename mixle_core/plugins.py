@@ -14,7 +14,7 @@ import pluggy
 import structlog
 
 from mixle_core import hookspecs
-from mixle_core.errors import LayoutError, MixleError, PluginError, explain_failure
+from mixle_core.errors import LayoutError, PluginError, explain_failure
 from mixle_core.layout import ModelLayout, Role
 
 ENTRY_POINT_GROUP = "mixle"
@@ -153,8 +153,6 @@ def load_plugins(
             label, version = facts.label(), facts.version
             try:
                 plugin = _entry_point(facts).load()
-            except MixleError:
-                raise
             except Exception as error:  # the plugin's code is not ours: whatever its import raises is its failure
                 if name in asked_for:
                     raise PluginError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -48,6 +51,32 @@ def _fork_server() -> ForkServerContext:
     return _context
 
 
+def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Where a function is found again in another process: its module may have been imported from a file by a test runner."""
+    module = inspect.getmodule(function)
+    assert module is not None and module.__file__ is not None, f"{function} must be defined in a file"
+    return module.__name__, module.__file__, function.__qualname__
+
+
+def _resolve(name: str, file: str, qualname: str) -> Callable[..., Any]:
+    module = sys.modules.get(name)
+    if module is None:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            module = None
+    if module is None or getattr(module, "__file__", None) != file:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
 def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping[str, str], pipe: Any, function: Any, args: Any) -> None:
     import datetime
 
@@ -61,7 +90,7 @@ def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping
         if world_size > 1:
             limit = datetime.timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
-        outcome = Outcome(rank, value=function(*args), seconds=time.monotonic() - started)
+        outcome = Outcome(rank, value=_resolve(*function)(*args), seconds=time.monotonic() - started)
     except BaseException as error:  # noqa: BLE001 - the parent decides what an error means
         outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
     pipe.send(outcome)
@@ -81,7 +110,7 @@ def run_ranks(
     """Call `function(*args)` on `world_size` gloo ranks and return their outcomes, by rank.
 
     Args:
-        function: importable by name; with several ranks the default process group exists when it is called.
+        function: defined at the top of a module; with several ranks the default process group exists when it is called.
         timeout_s: of the whole run; ranks still running then are ended and their outcome has exit code None.
         group_timeout_s: of the default process group's collectives.
         env: further environment variables of the ranks.
@@ -93,7 +122,7 @@ def run_ranks(
         ranks = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            call = (rank, world_size, store, group_timeout_s, dict(env or {}), sender, function, args)
+            call = (rank, world_size, store, group_timeout_s, dict(env or {}), sender, _reference(function), args)
             process = context.Process(target=_main, args=call, daemon=True)
             process.start()
             sender.close()
