@@ -26,6 +26,28 @@ from mixle_core.layout import (
 )
 from mixle_core.ownership import Bid, describe_role, exactly_one
 from mixle_core.plan import MODEL_AXES, ParallelPlan
+from mixle_core.plugins import LoadedPlugins
+
+
+def declared_layouts(plugins: LoadedPlugins, model: Any, plan: ParallelPlan) -> list[tuple[str, ModelLayout]]:
+    """Ask `declare_layout` until a round declares nothing new; a plugin that answered is not asked again."""
+    answers: list[tuple[str, ModelLayout]] = []
+    waiting = list(plugins.labels)
+    while True:
+        roles = {name: layout.roles for name, layout in resolve_layouts(model, plan, answers).parameters.items()}
+        answered = []
+        for name in waiting:
+            answer = plugins.ask_one(name, "declare_layout", model=model, plan=plan, declared=roles)
+            if answer is None:
+                continue
+            answered.append(name)
+            for layout in answer if isinstance(answer, tuple) else (answer,):
+                if not isinstance(layout, ModelLayout):
+                    raise LayoutError(f"{name}: declare_layout returned {type(layout).__name__}, expected ModelLayout or None")
+                answers.append((plugins.labels[name], layout))
+        if not answered:
+            return answers
+        waiting = [name for name in waiting if name not in answered]
 
 
 def parameter_facts(model: Any, transparent: Iterable[str] = ()) -> dict[str, ParameterLayout]:
@@ -190,7 +212,9 @@ def _check_boundaries(bidder: str, module: ModuleLayout) -> None:
         )
     wrong = [name for name in module.once if module.parameters.get(name) != Replica("partial")]
     if wrong:
-        raise LayoutError(f"{bidder}: {', '.join(wrong)} in once=(...) must be declared Replica('partial'): one rank has all of its gradient")
+        raise LayoutError(
+            f"{bidder}: {', '.join(wrong)} in once=(...) must be declared Replica('partial'): one rank has all of its gradient"
+        )
 
 
 def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
@@ -210,6 +234,6 @@ def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
         explain_failure(
             f"{len(missing)} of {len(parameters)} parameters are undeclared on axis {axis!r} of size {plan.size(axis)}",
             stub,
-            f'put these lines into a ModelLayout(axis="{axis}", modules={{...}}) with the right roles, or install the layout plugin of this model',
+            f'put these lines into a ModelLayout(axis="{axis}", modules={{...}}) with the right roles, or install this model\'s layout plugin',
         )
     )

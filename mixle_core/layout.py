@@ -19,6 +19,14 @@ def _frozen_map(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return dict(value)
 
 
+def _sizes(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def _names(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(value)
+
+
 @attrs.frozen
 class Replica:
     """The same value on every rank of the axis.
@@ -28,9 +36,7 @@ class Replica:
             "partial" when each rank computes one term (head- or sequence-sharded computation: add them up).
     """
 
-    gradient: Literal["complete", "partial"] = attrs.field(
-        default="complete", validator=attrs.validators.in_(("complete", "partial"))
-    )
+    gradient: Literal["complete", "partial"] = attrs.field(default="complete", validator=attrs.validators.in_(("complete", "partial")))
 
 
 @attrs.frozen
@@ -46,7 +52,7 @@ class Shard:
 
     dim: int
     unit: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    parts: tuple[int, ...] | None = attrs.field(default=None, converter=lambda p: None if p is None else tuple(p))
+    parts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
     unit_name: str = attrs.field(default="unit", eq=False)
 
 
@@ -94,7 +100,7 @@ class ModuleLayout:
     inputs: Mapping[int | str, Boundary] = attrs.field(factory=dict, converter=_frozen_map)
     output: Boundary | None = None
     lookup: str | None = None
-    once: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    once: tuple[str, ...] = attrs.field(default=(), converter=_names)
     sharded_dropout: bool = False
 
     @property
@@ -116,8 +122,8 @@ class ModelLayout:
 
     axis: str
     modules: Mapping[str, ModuleLayout] = attrs.field(factory=dict, converter=_frozen_map)
-    units: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    transparent: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    units: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    transparent: tuple[str, ...] = attrs.field(default=(), converter=_names)
 
 
 @attrs.frozen

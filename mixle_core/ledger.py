@@ -36,7 +36,10 @@ class Ledger:
         self._counts = dict.fromkeys(self._expected, 0)
         if not wrong:
             return
-        lines = [f"{name}: {'not reduced' if count == 0 else f'reduced {count} times'} by {self._expected[name]}" for name, count in wrong.items()]
+        lines = [
+            f"{name}: {'not reduced' if count == 0 else f'reduced {count} times'} by {self._expected[name]}"
+            for name, count in wrong.items()
+        ]
         raise LedgerError(
             explain_failure(
                 f"update {update}: {len(wrong)} of {len(self._expected)} parameters were not reduced exactly once",

@@ -20,6 +20,14 @@ LOCAL_OWNER = "local"
 _HALF = frozenset({"torch.bfloat16", "torch.float16"})
 
 
+def _name_set(value: Iterable[str]) -> frozenset[str]:
+    return frozenset(value)
+
+
+def _names(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(value)
+
+
 @attrs.frozen
 class Refusal:
     """A plugin's answer when it could own or execute something in general but not under this plan."""
@@ -44,10 +52,10 @@ class Claim:
     """
 
     owner: Callable[[], Any]
-    parameters: Collection[str] = attrs.field(converter=frozenset)
-    axes: frozenset[str] = attrs.field(converter=frozenset)
+    parameters: Collection[str] = attrs.field(converter=_name_set)
+    axes: frozenset[str] = attrs.field(converter=_name_set)
     backend: str
-    stored: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    stored: tuple[str, ...] = attrs.field(default=(), converter=_names)
     stages: tuple[tuple[str, ...], ...] = ()
     averages: bool = False
     whole: bool = True
@@ -67,7 +75,7 @@ class Bid:
     """One bidder's offer for some keys; `value` is what the winner of a key gets."""
 
     bidder: str
-    keys: frozenset[str] = attrs.field(converter=frozenset)
+    keys: frozenset[str] = attrs.field(converter=_name_set)
     value: Any = None
 
 
@@ -100,9 +108,7 @@ def exactly_one(
     if unclaimed:
         declined = [f"{bidder} declined: {refusal.reason}; {refusal.remedy}" for bidder, refusal in refusals]
         raise nobody(
-            explain_failure(
-                f"{what}; none for {len(unclaimed)} of {len(found)}", [*_by_pattern(unclaimed), *declined], way_out["nobody"]
-            )
+            explain_failure(f"{what}; none for {len(unclaimed)} of {len(found)}", [*_by_pattern(unclaimed), *declined], way_out["nobody"])
         )
     contested = {key: offers for key, offers in found.items() if len(offers) > 1}
     if contested:
@@ -232,9 +238,7 @@ def canonical_json(value: Any) -> str:
 def pending_axes(plan: ParallelPlan, layout: ParameterLayout) -> tuple[str, ...]:
     """Axes above 1 on which the parameter is a replica. Data axes are, unless declared otherwise."""
     return tuple(
-        axis
-        for axis in plan.active
-        if (axis in DATA_AXES and axis not in layout.roles) or isinstance(layout.roles.get(axis), Replica)
+        axis for axis in plan.active if (axis in DATA_AXES and axis not in layout.roles) or isinstance(layout.roles.get(axis), Replica)
     )
 
 
@@ -255,9 +259,7 @@ def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Cla
     reduced = tuple(axis for axis in pending if axis not in complete or claim.averages)
     averaged = math.prod(plan.size(axis) for axis in complete) if claim.averages else 1
     stages = tuple(
-        stage
-        for stage in ([tuple(a for a in axes if a in reduced) for axes in claim.stages] if claim.stages else [reduced])
-        if stage
+        stage for stage in ([tuple(a for a in axes if a in reduced) for axes in claim.stages] if claim.stages else [reduced]) if stage
     )
     if sorted(axis for stage in stages for axis in stage) != sorted(reduced):
         raise OwnershipError(
@@ -333,9 +335,7 @@ def arbitrate(
     if backends and needing and not any(label in claiming for label in backends):
         known = f"backends that claim here: {', '.join(claiming)}" if claiming else "install a plugin of this backend, or change the plan"
         declined = [f"{bidder} declined: {refusal.reason}; {refusal.remedy}" for bidder, refusal in refusals]
-        raise CapabilityError(
-            explain_failure(f"backend {' or '.join(backends)}: no plugin of it owns {plan.describe()}", declined, known)
-        )
+        raise CapabilityError(explain_failure(f"backend {' or '.join(backends)}: no plugin of it owns {plan.describe()}", declined, known))
     failure: OwnershipError | None = None
     for label in backends or (None,):
         offered = [(who, claim) for who, claim in claims if label is None or claim.backend == label]
@@ -378,4 +378,3 @@ def arbitrate(
             )
     table = OwnershipTable(plan=plan, rows=tuple(rows))
     return table, {who: (claim, tuple(got)) for who, (claim, got) in sorted(assigned.items())}
-

@@ -14,8 +14,7 @@ import pluggy
 import structlog
 
 from mixle_core import hookspecs
-from mixle_core.errors import LayoutError, PluginError, explain_failure
-from mixle_core.layout import ModelLayout, Role
+from mixle_core.errors import PluginError, explain_failure
 
 ENTRY_POINT_GROUP = "mixle"
 ALLOW_LIST = "MIXLE_PLUGINS"
@@ -92,29 +91,6 @@ class LoadedPlugins:
         answers = self.manager.subset_hook_caller(hook, remove_plugins=others)(**arguments)
         return answers[0] if answers else None
 
-    def declared_layouts(self, model: Any, plan: Any) -> list[tuple[str, ModelLayout]]:
-        """Ask `declare_layout` until a round declares nothing new."""
-        from mixle_core.declarations import resolve_layouts
-
-        answers: list[tuple[str, ModelLayout]] = []
-        waiting = list(self.labels)
-        while True:
-            parameters = resolve_layouts(model, plan, answers).parameters
-            roles: dict[str, Mapping[str, Role]] = {name: layout.roles for name, layout in parameters.items()}
-            answered = []
-            for name in waiting:
-                answer = self.ask_one(name, "declare_layout", model=model, plan=plan, declared=roles)
-                if answer is None:
-                    continue
-                answered.append(name)
-                for layout in answer if isinstance(answer, tuple) else (answer,):
-                    if not isinstance(layout, ModelLayout):
-                        raise LayoutError(f"{name}: declare_layout returned {type(layout).__name__}, expected ModelLayout or None")
-                    answers.append((self.labels[name], layout))
-            if not answered:
-                return answers
-            waiting = [name for name in waiting if name not in answered]
-
 
 def load_plugins(
     names: Iterable[str] | None = None, *, required: Iterable[str] = (), extra: Mapping[str, Any] | None = None
@@ -138,7 +114,9 @@ def load_plugins(
         if name not in installed:
             near = difflib.get_close_matches(name, installed, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise PluginError(f"no plugin named {name!r} is installed{hint}; way out: pip install mixle-{name}, or `mixle plugins` lists what is there")
+            raise PluginError(
+                f"no plugin named {name!r} is installed{hint}; way out: pip install mixle-{name}, or `mixle plugins` lists what is there"
+            )
         if not installed[name].enabled:
             raise PluginError(f"plugin {name!r} is asked for but {ALLOW_LIST} leaves it out; way out: add it to {ALLOW_LIST}")
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -156,7 +134,7 @@ def load_plugins(
             except Exception as error:  # the plugin's code is not ours: whatever its import raises is its failure
                 if name in asked_for:
                     raise PluginError(
-                        f"plugin {label} failed to import: {type(error).__name__}: {error}; way out: repair it, or leave it out of {ALLOW_LIST}"
+                        f"plugin {label} failed to import: {type(error).__name__}: {error}; way out: repair it, or leave it out"
                     ) from error
                 broken[name] = f"{type(error).__name__}: {error}"
                 log.warning("plugin_broken", plugin=name, reason=broken[name])
@@ -205,4 +183,8 @@ def _check_contract(label: str, plugin: Any) -> None:
             elif argument.default is not argument.empty:
                 faults.append(f"hook {name!r} gives {argument.name!r} a default; take it without one")
     if faults:
-        raise PluginError(explain_failure(f"plugin {label} breaks the contract of the hooks", faults, "correct the plugin, or leave it out of MIXLE_PLUGINS"))
+        raise PluginError(
+            explain_failure(
+                f"plugin {label} breaks the contract of the hooks", faults, "correct the plugin, or leave it out of MIXLE_PLUGINS"
+            )
+        )

@@ -43,8 +43,8 @@ def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]
     cut = [axis for axis in AXES if plan.size(axis) > 1 and (axis in row.stored or isinstance(row.roles.get(axis), Shard))]
     by_slice: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for rank, piece in enumerate(pieces):
-        position = plan.coordinates(rank)
-        by_slice.setdefault(tuple(position[axis] for axis in cut), []).append(piece)  # type: ignore[arg-type]
+        at = plan.coordinates(rank)
+        by_slice.setdefault(tuple(at[axis] for axis in cut), []).append(piece)  # type: ignore[arg-type]
     equal = all(torch.equal(copy, copies[0]) for copies in by_slice.values() for copy in copies[1:])
     whole = {position: copies[0] for position, copies in by_slice.items()}
     for depth in (*(i for i, axis in enumerate(cut) if axis in row.stored), *(i for i, axis in enumerate(cut) if axis not in row.stored)):

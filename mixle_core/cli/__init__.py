@@ -25,12 +25,14 @@ def main() -> None:
 
     from mixle_core.cli.commands import cli
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO), logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+    )
     try:
         status = cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        sys.exit(getattr(error, "code", error.exit_code))
     except click.Abort:
         sys.exit(130)
     except MixleError as error:

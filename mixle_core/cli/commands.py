@@ -91,7 +91,10 @@ def explain(**options: Any) -> int:
         f"AdamW {human_bytes(memory.optimizer)}, together {human_bytes(memory.total)}, without activations; "
         f"gradient payload {human_bytes(payload)} per update"
     )
-    out.print(f"{plan.world_size} ranks, {sum(p.numel for p in won.layouts.parameters.values()):,} parameters; planned in {seconds:.2f} s; digest {won.table.digest[:16]}")
+    out.print(
+        f"{plan.world_size} ranks, {sum(p.numel for p in won.layouts.parameters.values()):,} parameters; "
+        f"planned in {seconds:.2f} s; digest {won.table.digest[:16]}"
+    )
     return 0
 
 
@@ -154,7 +157,7 @@ class _Failed(click.ClickException):
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
-        self.exit_code = code
+        self.code = code
 
     def show(self, file: Any = None) -> None:
         click.echo(f"mixle: {self.message}", err=True)

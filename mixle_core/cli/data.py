@@ -79,7 +79,7 @@ def read_corpus(source: str, length: int, vocab_size: int) -> Corpus:
 
 def _read_ids(path: Path) -> np.ndarray:
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        ids: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UsageError(f"--data {path}: {error}") from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):

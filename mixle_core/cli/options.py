@@ -21,7 +21,9 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a ParallelPlan, the model and the backend."""
     for name in reversed(_SIZES):
         option = f"--{name.replace('_', '-')}"
-        command = click.option(option, name, type=int, default=None if name == "etp" else 1, show_default=name != "etp", help=f"Ranks along {name}.")(command)
+        command = click.option(
+            option, name, type=int, default=None if name == "etp" else 1, show_default=name != "etp", help=f"Ranks along {name}."
+        )(command)
     more = [
         click.option("--sequence-parallel", is_flag=True, help="Shard activations between blocks along the sequence over tp."),
         click.option("--microbatches", type=int, default=1, show_default=True, help="Backwards that one batch is cut into."),
@@ -29,7 +31,9 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--activation-checkpointing", is_flag=True, help="Recompute each unit in the backward."),
         click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
         click.option("--backend", default=None, help="Backend label, or several by preference, comma-separated."),
-        click.option("--model", "model_spec", required=True, metavar="NAME:SIZE", help="A plugin's model such as qwen3:tiny, or module:callable."),
+        click.option(
+            "--model", "model_spec", required=True, metavar="NAME:SIZE", help="A plugin's model such as qwen3:tiny, or module:callable."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
     for option_ in reversed(more):
@@ -97,10 +101,12 @@ def _from_callable(module: str, attribute: str, installed: list[str]) -> Callabl
         for part in attribute.split("."):
             found = getattr(found, part)
     except ModuleNotFoundError as error:
-        if error.name != module.split(".")[0] and error.name != module:
+        if error.name != module.split(".", maxsplit=1)[0] and error.name != module:
             raise UsageError(f"--model {module}:{attribute}: importing {module} failed: {error}") from error
         known = ", ".join(installed) or "none"
-        raise UsageError(f"--model {module}:{attribute}: {module!r} is neither a plugin (installed: {known}) nor an importable module") from error
+        raise UsageError(
+            f"--model {module}:{attribute}: {module!r} is neither a plugin (installed: {known}) nor an importable module"
+        ) from error
     except AttributeError as error:
         raise UsageError(f"--model {module}:{attribute}: module {module!r} has no {attribute!r}") from error
     if not callable(found):

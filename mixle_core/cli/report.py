@@ -96,7 +96,8 @@ def verify_table(report: VerifyReport) -> Table:
     for index, update in enumerate(report.updates):
         shown.add_row(
             str(index), str(update.num_tokens), f"{update.gradient_error:.1e}", update.worst_gradient, f"{update.norm_error:.1e}",
-            f"{update.inf_norm_error:.1e}", f"{update.parameter_error:.1e}", update.worst_parameter, "equal" if update.copies_equal else "DIFFER",
+            f"{update.inf_norm_error:.1e}", f"{update.parameter_error:.1e}", update.worst_parameter,
+            "equal" if update.copies_equal else "DIFFER",
         )  # fmt: skip
     return shown
 

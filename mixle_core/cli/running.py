@@ -40,7 +40,14 @@ def _finish() -> None:
 
 
 def verify_report(
-    plan: ParallelPlan, loaded: LoadedPlugins, build: Callable[[], nn.Module], options: dict[str, Any], *, rows: int, length: int, clip: float
+    plan: ParallelPlan,
+    loaded: LoadedPlugins,
+    build: Callable[[], nn.Module],
+    options: dict[str, Any],
+    *,
+    rows: int,
+    length: int,
+    clip: float,
 ) -> VerifyReport:
     """Verify `plan` on random token ids (or random rows) over three updates, a short window between two full ones."""
     vocab = vocabulary(build())

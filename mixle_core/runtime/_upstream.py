@@ -54,7 +54,7 @@ def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int], None]) 
             f"torch {torch.__version__} has no _dispatch_keyset_full_after, which counting needs; use torch {TESTED[0]} to {TESTED[1]}"
         )
     below_autograd = after(torch._C.DispatchKey.AutogradOther)
-    library = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 - kept alive in _libraries
+    library = torch.library.Library("c10d", "IMPL")
     for name in _COUNTED:
         operator = getattr(torch.ops.c10d, name, None)
         if operator is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class Owner(Protocol):
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
         """Wrap or hook `model`; return the module to call. Rows keep their logical names; parameter objects may change."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """Context around forward and backward of every microbatch but the last of an update."""
 
     def finish(self, observe: Observe) -> OwnerReduction:

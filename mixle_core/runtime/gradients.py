@@ -99,7 +99,7 @@ class Reduced:
         share = torch.tensor([local_power_sum(self._gradients.values(), norm_type)], dtype=torch.float64)
         if norm_type == math.inf:
             return float(self._mesh.all_reduce_control(share, dist.ReduceOp.MAX))
-        return float(self._mesh.all_reduce_control(share)) ** (1.0 / norm_type)
+        return float(float(self._mesh.all_reduce_control(share)) ** (1.0 / norm_type))
 
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients in place so that their global norm is at most `max_norm`; return the factor.

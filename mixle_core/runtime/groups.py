@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mixle_core.agreement import digest, first_difference
-from mixle_core.errors import AgreementError, CapabilityError, MixleError, UsageError
+from mixle_core.errors import AgreementError, CapabilityError, UsageError
 from mixle_core.plan import AXES, ParallelPlan
 from mixle_core.runtime._upstream import observe_collectives
 
@@ -80,7 +80,9 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
             raise UsageError(f"WORLD_SIZE={world!r} in the environment: expected a number of processes")
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in launched]
         if int(world) > 1 and missing:
-            raise UsageError(f"{', '.join(missing)} missing from the environment beside WORLD_SIZE={world}; launch with torchrun or `mixle train`")
+            raise UsageError(
+                f"{', '.join(missing)} missing from the environment beside WORLD_SIZE={world}; launch with torchrun or `mixle train`"
+            )
         if int(world) > 1:
             # joined before the plan is compared with it, so that a rank with another plan can tell the others
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=plan.timeout_s))
@@ -182,7 +184,9 @@ class Mesh:
         self._groups.clear()
 
 
-def reduce_scatter(output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+def reduce_scatter(
+    output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+) -> Any:
     """Reduce `values` (dim 0: one piece per rank, concatenated) and keep this rank's piece in `output`.
 
     torch 2.13 renamed `reduce_scatter_tensor`, which warns since.
@@ -218,7 +222,7 @@ def agree(document: Mapping[str, Any] | None, failure: Exception | None) -> None
         raise AgreementError(f"ranks prepared different things: {first_difference(documents)}; make them alike before training")
 
 
-def raise_everywhere(mesh: Mesh, failure: MixleError | None) -> None:
+def raise_everywhere(mesh: Mesh, failure: Exception | None) -> None:
     """Raise on every rank what was found on any; each rank calls it at the same point."""
     texts = mesh.gather_objects(None if failure is None else str(failure))
     if failure is not None:

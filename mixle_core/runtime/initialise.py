@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -96,7 +97,7 @@ def _own_initialiser(model: nn.Module, module: nn.Module, name: str) -> list[Cal
         ancestor = model.get_submodule(".".join(path[:depth]))
         rule = getattr(ancestor, "_init_weights", None)
         if callable(rule):
-            ways.append(lambda rule=rule: rule(module))
+            ways.append(functools.partial(rule, module))
             break
     for method in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(module, method, None)):
@@ -236,7 +237,9 @@ def recompute_units(model: nn.Module, layouts: Layouts) -> None:
         CapabilityError: when neither a layout nor the model's structure says what the units are.
     """
     if not layouts.units:
-        raise CapabilityError("activation_checkpointing=True, but no layout names units and the model has no ModuleList; declare units in a ModelLayout")
+        raise CapabilityError(
+            "activation_checkpointing=True, but no layout names units and the model has no ModuleList; declare units in a ModelLayout"
+        )
     modules = named_modules(model, layouts.transparent)
     for name in layouts.units:
         if name not in modules:

@@ -17,7 +17,6 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where a rank of the elastic agent leaves its error; the agent names it in the rank's environment."""
 

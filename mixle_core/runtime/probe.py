@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from mixle_core.errors import DeclarationError, explain_failure
+from mixle_core.errors import DeclarationError, LedgerError, explain_failure
 from mixle_core.layout import Replica
 from mixle_core.ownership import OwnershipTable, describe_role
 from mixle_core.runtime.groups import CONTROL, Mesh
@@ -29,6 +29,7 @@ class Probe:
         self._rows = {row.name: row for row in table.rows}
         self._undecided = {(row.name, axis) for row in table.rows for axis in row.model_replica_axes}
         self._seen: dict[str, tuple[float, float]] = {}
+        self._shown: set[str] = set()
 
     @property
     def done(self) -> bool:
@@ -38,6 +39,7 @@ class Probe:
     def observe(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Note the local gradients of replicas, before any reduction over a model axis."""
         wanted = {name for name, _ in self._undecided}
+        self._shown |= gradients.keys()
         for name, gradient in gradients.items():
             if name not in wanted or not gradient.numel():
                 continue
@@ -45,6 +47,16 @@ class Probe:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "probe", name))
             direction = torch.randn(values.numel(), generator=generator, dtype=torch.float64)
             self._seen[name] = (float(values.norm()), float(values @ direction) / values.numel() ** 0.5)
+
+    def require(self, reduced: Iterable[str]) -> None:
+        """Raise LedgerError when an owner reduced a replica of a model axis without showing its local gradient."""
+        hidden = sorted({name for name, _ in self._undecided} & set(reduced) - self._shown)
+        self._shown.clear()
+        if hidden:
+            owner = self._rows[hidden[0]].owner
+            raise LedgerError(
+                f"{owner} reduced {hidden[0]} ({len(hidden)} in all) without calling observe() first, so its declaration cannot be checked"
+            )
 
     def judge(self) -> None:
         """Compare over each model axis; a rank without a gradient, and all-zero ones, leave the parameter undecided.
@@ -77,7 +89,7 @@ class Probe:
                 explain_failure(
                     f"{len(wrong)} declarations are contradicted by the first gradients",
                     wrong,
-                    "declare what the forward computes: partial when each rank uses its own heads or tokens, complete when all compute the same",
+                    "declare what the forward computes: partial when ranks use their own heads or tokens, complete when all compute the same",
                 )
             )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mixle_core.agreement import agreement_document
-from mixle_core.declarations import require_declared, resolve_layouts
+from mixle_core.declarations import declared_layouts, require_declared, resolve_layouts
 from mixle_core.errors import CapabilityError, LedgerError, PluginError, UsageError
 from mixle_core.layout import Layouts
 from mixle_core.ledger import Ledger
@@ -59,7 +59,7 @@ def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[st
         plugins = load_plugins(list(plugins) if named else None, extra=plugins if isinstance(plugins, Mapping) else None)  # type: ignore[arg-type]
     backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
     refuse_foreign(model)
-    layouts = with_units(model, resolve_layouts(model, plan, plugins.declared_layouts(model, plan)))
+    layouts = with_units(model, resolve_layouts(model, plan, declared_layouts(plugins, model, plan)))
     executors, declined = _settle_axes(plan, layouts, plugins, backends)
     for axis in plan.executed_axes:
         if axis in MODEL_AXES:
@@ -129,7 +129,7 @@ class _LocalOwner:
         self._rows = {row.name: (bound[row.name], 1.0 / row.copies) for row in rows}
         return model
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         return ExitStack()
 
     def finish(self, observe: Observe) -> OwnerReduction:
@@ -266,7 +266,7 @@ class Reduction:
         """Logical name and parameter (per rank: a slice where the table says so), tied ones once, sorted by name."""
         yield from self._bound.items()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """Context around forward and backward of every microbatch of an update but the last."""
         stack = ExitStack()
         for owner in self._owners.values():
@@ -298,6 +298,8 @@ class Reduction:
                 self._ledger.record(name, result.counts)
                 gradients.update(result.gradients)
             self._ledger.close((name for name, gradient in gradients.items() if gradient.tensor is None), self.update)
+            if self._probe is not None:
+                self._probe.require(name for name, gradient in gradients.items() if gradient.tensor is not None)
             square_sum = local_power_sum(gradients.values())
         except Exception as error:  # every rank has to learn of it before any raises
             failure = error
@@ -363,7 +365,9 @@ class Reduction:
             now = Traffic(sum(t.num_collectives for t in counted), sum(t.payload_bytes for t in counted))
             before, self._traffic[name] = self._traffic[name], now
             owned = sum(1 for row in self.table.rows if row.owner == name)
-            receipts.append(OwnerReceipt(name, owned, now.num_collectives - before.num_collectives, now.payload_bytes - before.payload_bytes))
+            receipts.append(
+                OwnerReceipt(name, owned, now.num_collectives - before.num_collectives, now.payload_bytes - before.payload_bytes)
+            )
         return tuple(receipts)
 
     def _check_parameters(self) -> None:
@@ -379,7 +383,9 @@ class Reduction:
             elif parameter.requires_grad != (name in self._trainable):
                 changed.append(f"{name}: {'unfrozen' if parameter.requires_grad else 'frozen'}")
         if changed:
-            raise LedgerError(f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach again after changing a model")
+            raise LedgerError(
+                f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach again after a change"
+            )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside = True
@@ -391,12 +397,16 @@ class Reduction:
         if not torch.is_grad_enabled():
             return
         if self.module is not self.model and not self._inside:
-            raise UsageError("the model was called around its owner, so nobody would reduce its gradients; call the module that attach returned")
+            raise UsageError(
+                "the model was called around its owner, so nobody would reduce its gradients; call the module that attach returned"
+            )
         if self._fresh:
             self._fresh = False
             left = [name for name, parameter in self._bound.items() if parameter.grad is not None]
             if left:
-                raise UsageError(f"{left[0]} still holds the gradient of the last update ({len(left)} do); call zero() after the optimizer's step")
+                raise UsageError(
+                    f"{left[0]} still holds the gradient of the last update ({len(left)} do); call zero() after the optimizer's step"
+                )
 
     def _autocast_forward(self) -> None:
         inner = self._forward = self.model.forward
@@ -405,4 +415,4 @@ class Reduction:
             with torch.autocast(self.mesh.device.type, torch.bfloat16):
                 return inner(*args, **kwargs)
 
-        self.model.forward = forward  # type: ignore[method-assign]
+        self.model.forward = forward

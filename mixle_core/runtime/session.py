@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -109,7 +110,9 @@ class Session:
                     stack.enter_context(self.reduction.no_sync())
                 loss, count = self._loss(self.module, piece)
                 if loss.dim() != 0 or not loss.requires_grad:
-                    raise UsageError(f"loss returned a tensor of shape {list(loss.shape)}: expected a summed scalar with a gradient, and a token count")
+                    raise UsageError(
+                        f"loss returned a tensor of shape {list(loss.shape)}: expected a summed scalar with a gradient, and a token count"
+                    )
                 (loss * self._loss_scale).backward()
             tokens += int(count)
             loss_sum += loss.detach().to("cpu", torch.float64)
@@ -214,7 +217,11 @@ class Session:
             raise UsageError(f"batch has {total} rows for microbatches={number}; pass at least one row for each microbatch")
         if number == 1:
             return [batch], total
-        return [_map_tensors(batch, lambda t, i=i: t.tensor_split(number)[i] if t.dim() else t) for i in range(number)], total
+        return [_map_tensors(batch, functools.partial(_piece, number, i)) for i in range(number)], total
+
+
+def _piece(number: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.tensor_split(number)[index] if tensor.dim() else tensor
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

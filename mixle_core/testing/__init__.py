@@ -6,4 +6,15 @@ from mixle_core.testing.doubles import OwnsEverything, SumOwner
 from mixle_core.testing.models import ToyLayout, ToyLM, next_token_loss, tied_toy_model, token_batch, toy_model
 from mixle_core.testing.pool import Outcome, run_ranks
 
-__all__ = ["Outcome", "OwnsEverything", "SumOwner", "ToyLM", "ToyLayout", "next_token_loss", "run_ranks", "tied_toy_model", "token_batch", "toy_model"]
+__all__ = [
+    "Outcome",
+    "OwnsEverything",
+    "SumOwner",
+    "ToyLM",
+    "ToyLayout",
+    "next_token_loss",
+    "run_ranks",
+    "tied_toy_model",
+    "token_batch",
+    "toy_model",
+]

@@ -50,7 +50,8 @@ class HeadScale(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Shape [rows, length, heads * HEAD_DIM] in and out."""
-        return (values.unflatten(-1, (-1, HEAD_DIM)) * self.weight).flatten(-2)
+        heads: torch.Tensor = values.unflatten(-1, (-1, HEAD_DIM)) * self.weight
+        return heads.flatten(-2)
 
 
 class ToyLM(nn.Module):

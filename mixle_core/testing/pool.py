@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import multiprocessing
@@ -40,15 +41,11 @@ class Outcome:
     seconds: float = 0.0
 
 
-_context: ForkServerContext | None = None
-
-
+@functools.cache
 def _fork_server() -> ForkServerContext:
-    global _context
-    if _context is None:
-        _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(list(PRELOAD))
-    return _context
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
 
 
 def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
@@ -91,7 +88,7 @@ def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping
             limit = datetime.timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
         outcome = Outcome(rank, value=_resolve(*function)(*args), seconds=time.monotonic() - started)
-    except BaseException as error:  # noqa: BLE001 - the parent decides what an error means
+    except BaseException as error:
         outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
     pipe.send(outcome)
     pipe.close()
@@ -118,7 +115,7 @@ def run_ranks(
     """
     context = _fork_server()
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
+        store = f"{folder}/store"
         ranks = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
@@ -132,18 +129,21 @@ def run_ranks(
         failed = [o for o in outcomes if o.error is not None or o.exitcode != 0]
         if failed:
             worst = min(failed, key=lambda o: (o.error is None, o.seconds))
-            raise AssertionError(f"rank {worst.rank} of {world_size} failed (exit code {worst.exitcode}): {worst.error}: {worst.message}\n{worst.trace}")
+            raise AssertionError(
+                f"rank {worst.rank} of {world_size} failed (exit code {worst.exitcode}): {worst.error}: {worst.message}\n{worst.trace}"
+            )
     return outcomes
 
 
 def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
-    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    waiting: dict[Any, int] = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while waiting and time.monotonic() < deadline:
-        for receiver in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
-            rank = waiting.pop(receiver)  # type: ignore[arg-type]
+        for found in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            receiver: Any = found
+            rank = waiting.pop(receiver)
             try:
-                outcomes[rank] = receiver.recv()  # type: ignore[union-attr]
+                outcomes[rank] = receiver.recv()
             except EOFError:  # the process died without a word
                 outcomes[rank] = Outcome(rank)
     for rank, (process, _) in enumerate(ranks):

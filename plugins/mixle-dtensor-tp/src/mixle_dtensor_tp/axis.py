@@ -132,7 +132,8 @@ def _install_once(module: nn.Module, names: tuple[str, ...], mesh: Mesh) -> None
 
 def _install_dropout(module: nn.Module, mesh: Mesh) -> None:
     """Own masks on each rank. The stream is derived from one draw of the shared generator, so that recomputation, which
-    restores that generator, draws the same masks again."""
+    restores that generator, draws the same masks again.
+    """
     devices = [mesh.device] if mesh.device.type == "cuda" else []
 
     def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -100,4 +100,4 @@ def conversion(source: Replica | Shard | Term, target: Replica | Shard | Term, g
         )
     dims = [lie.dim for lie in (source, target) if isinstance(lie, Shard)]
     dim = dims[0] if dims else 0
-    return lambda values: function.apply(values, dim, group)  # type: ignore[no-any-return]
+    return lambda values: function.apply(values, dim, group)

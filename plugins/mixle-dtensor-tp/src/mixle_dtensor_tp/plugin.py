@@ -25,7 +25,10 @@ def own_reduction(plan: ParallelPlan, layouts: Layouts) -> Claim | Refusal | Non
     if plan.tp == 1:
         return None
     if plan.data_size > 1 or plan.pp > 1 or plan.ep > 1:
-        return Refusal("another axis than tp is pending, and its owner sums over tp too", "install and enable torch-ddp (dp_replicate) or torch-fsdp2 (dp_shard)")
+        return Refusal(
+            "another axis than tp is pending, and its owner sums over tp too",
+            "install and enable torch-ddp (dp_replicate) or torch-fsdp2 (dp_shard)",
+        )
     replicas = [name for name in layouts.trainable if not isinstance_shard(layouts, name)]
     return Claim(
         owner=partial(TensorParallelOwner, plan, layouts.transparent),

@@ -31,7 +31,9 @@ class TensorParallelOwner:
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(lambda p: self._usage.saw(names[p])) for parameter in self._parameters.values()
         ]
-        self._handles.append(model.register_forward_pre_hook(lambda module, args: self._usage.next_forward() if torch.is_grad_enabled() else None))
+        self._handles.append(
+            model.register_forward_pre_hook(lambda module, args: self._usage.next_forward() if torch.is_grad_enabled() else None)
+        )
         return model
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 from mixle_core import UsageError
@@ -45,7 +45,7 @@ def build(spec: str) -> Any:
     if spec in SIZES:
         with torch.device("meta"):
             return Qwen3ForCausalLM(Qwen3Config(**SIZES[spec]))
-    if not os.path.isfile(os.path.join(spec, "config.json")):
+    if not (Path(spec) / "config.json").is_file():
         raise UsageError(f"qwen3:{spec} is neither a size ({', '.join(SIZES)}) nor a directory with a config.json")
     try:
         config = Qwen3Config.from_pretrained(spec, local_files_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mixle_core import Boundary, CapabilityError, ModelLayout, ModuleLayout, ParallelPlan, Replica, Shard, Term
+from mixle_core import Boundary, CapabilityError, ModelLayout, ModuleLayout, ParallelPlan, Replica, Role, Shard, Term
 
 WHOLE = Replica("complete")
 SHARED = Replica("partial")
@@ -32,12 +32,12 @@ def qwen3_layout(model: Any, config: Any, plan: ParallelPlan) -> ModelLayout:
     leaving = Boundary(outside=between, inside=Term())
     query = Shard(0, unit=config.head_dim, unit_name="query head")
     key_value = Shard(0, unit=config.head_dim, unit_name="key/value head")
-    attention = {
+    attention: dict[str, Role] = {
         "q_proj.weight": query,
         "{k,v}_proj.weight": key_value,
         "{q,k}_norm.weight": SHARED,
     }
-    output = {"weight": Shard(1, unit=config.head_dim, unit_name="query head")}
+    output: dict[str, Role] = {"weight": Shard(1, unit=config.head_dim, unit_name="query head")}
     if config.attention_bias:
         attention |= {"q_proj.bias": query, "{k,v}_proj.bias": key_value}
         output |= {"bias": SHARED}
@@ -50,9 +50,7 @@ def qwen3_layout(model: Any, config: Any, plan: ParallelPlan) -> ModelLayout:
         f"{layer}.self_attn": ModuleLayout(
             parameters=attention, inputs={"hidden_states": entering}, sharded_dropout=config.attention_dropout > 0
         ),
-        f"{layer}.self_attn.o_proj": ModuleLayout(
-            parameters=output, output=leaving, once=("bias",) if config.attention_bias else ()
-        ),
+        f"{layer}.self_attn.o_proj": ModuleLayout(parameters=output, output=leaving, once=("bias",) if config.attention_bias else ()),
         f"{layer}.mlp": ModuleLayout(parameters={"{gate,up}_proj.weight": Shard(0)}, inputs={0: entering}),
         f"{layer}.mlp.down_proj": ModuleLayout(parameters={"weight": Shard(1)}, output=leaving),
     }

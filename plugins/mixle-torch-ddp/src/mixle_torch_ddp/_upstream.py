@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ def leave_out(module: nn.Module, raw_names: Iterable[str]) -> None:
     ignore(module, list(raw_names))
 
 
-def no_buffer_broadcast() -> dict[str, bool]:
+def no_buffer_broadcast() -> dict[str, Any]:
     """The argument that keeps buffers out of every forward: torch 2.13 renamed it. Buffers are made equal when attaching."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

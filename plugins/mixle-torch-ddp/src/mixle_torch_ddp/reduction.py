@@ -37,7 +37,7 @@ class DDPOwner:
         self._rows = {row.name: row for row in rows}
         bound = logical_parameters(model, self._transparent)
         self._parameters = {name: bound[name] for name in self._rows}
-        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
         self._usage = Usage(self._rows, self._plan)
         owner = rows[0].owner
         self._group = mesh.group(("dp_replicate",), owner)
@@ -74,21 +74,21 @@ class DDPOwner:
             return
         if self._reduced:
             raise UsageError(
-                "a microbatch follows the one whose backward reduced the gradients; run all but the last inside no_sync(), and finish() each update"
+                "a microbatch follows the one whose backward reduced the gradients; run all but the last inside no_sync(), then finish()"
             )
         self._usage.next_forward()
 
     def _note(self, parameter: torch.Tensor) -> None:
-        self._usage.saw(self._names[parameter])  # type: ignore[index]
+        self._usage.saw(self._names[parameter])
 
-    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         for parameter in bucket.parameters():
-            name = self._names[parameter]  # type: ignore[index]
+            name = self._names[parameter]
             self._reduced[name] = self._reduced.get(name, 0) + 1
         values = bucket.buffer()
         half = values.dtype in (torch.float16, torch.bfloat16)
         sent = values.float() if half else values
-        future = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
+        future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
         return future.then(lambda done: values.copy_(done.value()[0]) if half else done.value()[0])
 
     @contextmanager
@@ -127,9 +127,7 @@ class DDPOwner:
             counts.update(dict.fromkeys(names, 1))
         for name in missing:
             counts.pop(name, None)
-        gradients = {
-            name: Gradient(None if name in unused else self._gradient(name), 1.0 / row.copies) for name, row in self._rows.items()
-        }
+        gradients = {name: Gradient(None if name in unused else self._gradient(name), 1.0 / row.copies) for name, row in self._rows.items()}
         return OwnerReduction(gradients, counts)
 
     def _gradient(self, name: str) -> torch.Tensor:
