@@ -234,6 +234,6 @@ def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
         explain_failure(
             f"{len(missing)} of {len(parameters)} parameters are undeclared on axis {axis!r} of size {plan.size(axis)}",
             stub,
-            f'put these lines into a ModelLayout(axis="{axis}", modules={{...}}) with the right roles, or install this model\'s layout plugin',
+            f'put these lines into a ModelLayout(axis="{axis}", modules={{...}}) with the right roles, or install the layout plugin',
         )
     )

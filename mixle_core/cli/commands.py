@@ -35,7 +35,7 @@ def plugins(check: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     elif not rows:
-        click.echo("no plugin is installed; for example: pip install mixle-torch-ddp mixle-qwen3")
+        click.echo("no plugin is installed; install the backends and layouts you use: pip install mixle-NAME")
     else:
         from rich.table import Table
 

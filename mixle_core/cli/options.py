@@ -32,7 +32,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
         click.option("--backend", default=None, help="Backend label, or several by preference, comma-separated."),
         click.option(
-            "--model", "model_spec", required=True, metavar="NAME:SIZE", help="A plugin's model such as qwen3:tiny, or module:callable."
+            "--model", "model_spec", required=True, metavar="NAME:SIZE", help="A plugin's model, such as NAME:tiny, or module:callable."
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -70,7 +70,7 @@ def load(spec: str) -> tuple[LoadedPlugins, Callable[[], nn.Module]]:
     """
     name, colon, rest = spec.partition(":")
     if not colon or not rest:
-        raise UsageError(f"--model {spec!r}: expected NAME:SIZE of a plugin, such as qwen3:tiny, or module:callable")
+        raise UsageError(f"--model {spec!r}: expected NAME:SIZE of a plugin, or module:callable")
     installed = {plugin.name for plugin in installed_plugins()}
     plugins = load_plugins(required=[name] if name in installed else [])
     build = _from_plugin(plugins, name, rest) if name in plugins else _from_callable(name, rest, sorted(installed))

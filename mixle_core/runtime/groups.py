@@ -117,7 +117,6 @@ class Mesh:
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = plan.coordinates(self.rank)
-        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         if plan.world_size > 1:
             _counter.install()
 
@@ -127,15 +126,8 @@ class Mesh:
         active = tuple(axis for axis in AXES if axis in wanted and self.plan.size(axis) > 1)
         if not active:
             return None
-        key = (owner, active)
-        if key not in self._groups:
-            self._groups[key] = dist.new_group(
-                list(self.plan.group_ranks(self.rank, active)),
-                timeout=datetime.timedelta(seconds=self.plan.timeout_s),
-                use_local_synchronization=True,
-                group_desc=f"mixle:{owner}:{'.'.join(active)}",
-            )
-        return self._groups[key]
+        ranks = self.plan.group_ranks(self.rank, active)
+        return _shared_group(ranks, f"mixle:{owner}:{'.'.join(active)}", self.plan.timeout_s)
 
     def world(self) -> dist.ProcessGroup | None:
         """The group of all ranks that carries decisions."""
@@ -177,11 +169,25 @@ class Mesh:
         dist.all_gather_object(gathered, value, group=group)
         return gathered
 
-    def close(self) -> None:
-        """Destroy the groups made here."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
+
+_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
+_groups_of: list[object] = []
+
+
+def _shared_group(ranks: tuple[int, ...], description: str, timeout_s: float) -> dist.ProcessGroup:
+    """Make a group, or take the one this process made before for the same purpose.
+
+    Groups live as long as the default group: torch names one by its ranks, and a group made again after it was destroyed
+    would meet the addresses of the old one in the store.
+    """
+    if _groups_of != [dist.group.WORLD]:
+        _groups.clear()
+        _groups_of[:] = [dist.group.WORLD]
+    key = (ranks, description, timeout_s)
+    if key not in _groups:
+        limit = datetime.timedelta(seconds=timeout_s)
+        _groups[key] = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description)
+    return _groups[key]
 
 
 def reduce_scatter(

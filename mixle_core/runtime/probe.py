@@ -89,7 +89,7 @@ class Probe:
                 explain_failure(
                     f"{len(wrong)} declarations are contradicted by the first gradients",
                     wrong,
-                    "declare what the forward computes: partial when ranks use their own heads or tokens, complete when all compute the same",
+                    "declare what the forward computes: partial when ranks use their own heads or tokens, complete when all compute alike",
                 )
             )
 

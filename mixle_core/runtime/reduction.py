@@ -180,15 +180,7 @@ def attach(
     agree(document, failure)
     assert won is not None and isinstance(device, torch.device)
     mesh = Mesh(plan, device)
-    failure = None
-    try:
-        return _install(model, won, mesh, seed)
-    except Exception as error:
-        failure = error
-        raise
-    finally:
-        if failure is not None:
-            mesh.close()
+    return _install(model, won, mesh, seed)
 
 
 def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduction:
@@ -341,14 +333,13 @@ class Reduction:
             owner.zero()
 
     def close(self) -> None:
-        """Remove hooks and process groups. The model keeps its values; collective."""
+        """Remove the hooks. The model keeps its values, cut as they are; process groups stay for the next attach."""
         for owner in reversed(list(self._owners.values())):
             owner.close()
         for handle in self._handles:
             handle.remove()
         if self._forward is not None:
             self.model.forward = self._forward
-        self.mesh.close()
 
     def _observe(self, gradients: Mapping[str, torch.Tensor]) -> None:
         if self._probe is not None:
@@ -384,7 +375,7 @@ class Reduction:
                 changed.append(f"{name}: {'unfrozen' if parameter.requires_grad else 'frozen'}")
         if changed:
             raise LedgerError(
-                f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach again after a change"
+                f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach anew after a change"
             )
 
     def _enter(self, module: nn.Module, args: Any) -> None:

@@ -199,7 +199,7 @@ class Session:
         return float(total_loss / total_tokens)
 
     def close(self) -> None:
-        """Remove hooks and process groups; collective."""
+        """Remove the hooks of `attach`."""
         self.reduction.close()
 
     def _to_device(self, batch: Any) -> Any:
