@@ -135,7 +135,10 @@ class ParallelPlan:
 
     def group_ranks(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Ranks that share every coordinate with `rank` except those on `axes`, in mesh order."""
-        free = [axis for axis in AXES if axis in set(axes)]
+        wanted = set(axes)
+        if not wanted <= set(AXES):
+            raise PlanError(f"axis {', '.join(sorted(wanted - set(AXES)))}: expected some of {', '.join(AXES)}")
+        free = [axis for axis in AXES if axis in wanted]
         positions = [self.coordinates(rank)]
         for axis in free:
             positions = [{**position, axis: i} for position in positions for i in range(self.size(axis))]

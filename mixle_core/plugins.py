@@ -134,7 +134,8 @@ def load_plugins(
             except Exception as error:  # the plugin's code is not ours: whatever its import raises is its failure
                 if name in asked_for:
                     raise PluginError(
-                        f"plugin {label} failed to import: {type(error).__name__}: {error}; repair it, or leave it out of {ALLOW_LIST}"
+                        f"plugin {label} failed to import: {type(error).__name__}: {error}; "
+                        f"way out: repair it, or leave it out of {ALLOW_LIST}"
                     ) from error
                 broken[name] = f"{type(error).__name__}: {error}"
                 log.warning("plugin_broken", plugin=name, reason=broken[name])

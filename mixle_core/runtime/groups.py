@@ -123,10 +123,10 @@ class Mesh:
     def group(self, axes: Iterable[str], owner: str) -> dist.ProcessGroup | None:
         """The group of `owner` whose ranks differ from this one only on `axes`; None when that is this rank alone."""
         wanted = set(axes)
-        active = tuple(axis for axis in AXES if axis in wanted and self.plan.size(axis) > 1)
-        if not active:
+        ranks = self.plan.group_ranks(self.rank, wanted)
+        if len(ranks) == 1:
             return None
-        ranks = self.plan.group_ranks(self.rank, active)
+        active = [axis for axis in AXES if axis in wanted and self.plan.size(axis) > 1]
         return _shared_group(ranks, f"mixle:{owner}:{'.'.join(active)}", self.plan.timeout_s)
 
     def world(self) -> dist.ProcessGroup | None:

@@ -170,3 +170,8 @@ def test_a_plan_is_frozen_keyword_only_and_returns_from_its_dict():
         ParallelPlan(2)
     assert ParallelPlan(**plan.as_dict()) == plan
     assert plan.as_dict()["etp"] is None
+
+
+def test_a_misspelt_axis_is_an_error_and_not_a_group_of_one():
+    with pytest.raises(PlanError, match="axis dp_shards: expected some of pp, dp_replicate, dp_shard, cp, tp"):
+        ParallelPlan(dp_shard=2).group_ranks(0, ["dp_shards"])

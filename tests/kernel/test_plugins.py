@@ -137,7 +137,8 @@ def test_a_broken_plugin_that_was_asked_for_is_an_error_with_its_label(site, mon
     with pytest.raises(PluginError) as caught:
         ask("broken", monkeypatch)
     assert str(caught.value) == (
-        "plugin broken (mixle-broken 0.3) failed to import: RuntimeError: no such device; way out: repair it, or leave it out"
+        "plugin broken (mixle-broken 0.3) failed to import: RuntimeError: no such device; way out: repair it, "
+        "or leave it out of MIXLE_PLUGINS"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mixle_core import Layouts, ModuleLayout, ParameterLayout, Shard, UsageError
+from mixle_core import CapabilityError, LayoutError, Layouts, ModuleLayout, ParameterLayout, Shard, Term, UsageError
 from mixle_core.runtime import Mesh, named_modules
 from mixle_dtensor_tp.collectives import Convert, conversion
 
@@ -34,16 +35,30 @@ class TensorParallel:
         group = mesh.group((AXIS,), "tp.forward")
         assert group is not None
         modules = named_modules(model, layouts.transparent)
+        _refuse_repeated_bias(modules, layouts)
         for name, declared in layouts.modules.get(AXIS, {}).items():
             module = modules[name]
             if declared.lookup:
-                _install_lookup(module, declared.lookup, mesh)
+                _install_lookup(module, name, declared, mesh)
             if declared.once:
                 _install_once(module, declared.once, mesh)
             if declared.sharded_dropout:
                 _install_dropout(module, mesh)
-            _install_inputs(module, name, declared, group)
-            _install_output(module, name, declared, group)
+            _install_inputs(module, name or "the model", declared, group)
+            _install_output(module, name or "the model", declared, group)
+
+
+def _refuse_repeated_bias(modules: dict[str, nn.Module], layouts: Layouts) -> None:
+    """Refuse a bias that every rank would add to its own term of a sum, however far out the sum is declared."""
+    roles = {name: layout.roles.get(AXIS) for first, layout in layouts.parameters.items() for name in (first, *layout.aliases)}
+    once = {f"{module}.{name}" for module, declared in layouts.modules.get(AXIS, {}).items() for name in declared.once}
+    for name, module in modules.items():
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        if isinstance(module, nn.Linear) and bias in roles and roles[weight] == Shard(1) and bias not in once:
+            raise LayoutError(
+                f"{bias} on {AXIS}: {weight} is cut along its inputs, so every rank's output is a term of a sum and the bias would be "
+                f"added once by every rank; name it in once=(...) of the module whose output is that sum"
+            )
 
 
 def _install_inputs(module: nn.Module, name: str, declared: ModuleLayout, group: dist.ProcessGroup) -> None:
@@ -63,15 +78,22 @@ def _install_inputs(module: nn.Module, name: str, declared: ModuleLayout, group:
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         passed = list(args)
         for position, keyword, convert in places:
+            said = repr(position if keyword is None else keyword)
             if keyword is not None and keyword in kwargs:
-                kwargs[keyword] = convert(kwargs[keyword])
+                kwargs[keyword] = convert(_tensor(kwargs[keyword], name, said))
             elif position is not None and position < len(passed):
-                passed[position] = convert(passed[position])
+                passed[position] = convert(_tensor(passed[position], name, said))
             else:
-                raise UsageError(f"{name} was called without its declared input {keyword if keyword is not None else position!r}")
+                raise UsageError(f"{name} was called without its declared input {said}")
         return tuple(passed), kwargs
 
     module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _tensor(value: Any, name: str, said: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{name} was called with a {type(value).__name__} as its declared input {said}; expected a tensor")
+    return value
 
 
 def _install_output(module: nn.Module, name: str, declared: ModuleLayout, group: dist.ProcessGroup) -> None:
@@ -84,8 +106,9 @@ def _install_output(module: nn.Module, name: str, declared: ModuleLayout, group:
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return convert(output)
-        if isinstance(output, (tuple, list)) and isinstance(output[0], torch.Tensor):
-            return type(output)([convert(output[0]), *output[1:]])
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
+            items = [convert(output[0]), *output[1:]]
+            return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
         raise UsageError(f"{name} returned {type(output).__name__}: its declared output is a tensor, or a tuple that starts with one")
 
     module.register_forward_hook(after)
@@ -93,21 +116,35 @@ def _install_output(module: nn.Module, name: str, declared: ModuleLayout, group:
 
 def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     inner = module.forward
-    module.forward = lambda *args, **kwargs: around(inner, *args, **kwargs)
+
+    @functools.wraps(inner)  # inputs are found by the names in the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return around(inner, *args, **kwargs)
+
+    module.forward = forward
 
 
-def _install_lookup(module: nn.Module, parameter: str, mesh: Mesh) -> None:
+def _install_lookup(module: nn.Module, name: str, declared: ModuleLayout, mesh: Mesh) -> None:
     """Rows of this rank by local index; indices of other ranks give zeros, so that the ranks' outputs add up."""
-    rows = module.get_parameter(parameter).shape[0]
-    first = rows * mesh.coordinates[AXIS]
+    if declared.output is None or not isinstance(declared.output.inside, Term):
+        raise LayoutError(f"{name}: lookup={declared.lookup!r} gives zeros for rows of other ranks; its output must be a Term inside")
+    for option in ("max_norm", "scale_grad_by_freq"):
+        if getattr(module, option, None):
+            raise CapabilityError(f"{name}: {option} counts or changes rows that another rank of {AXIS} holds; build it without {option}")
+    assert declared.lookup is not None
+    rows = module.get_parameter(declared.lookup).shape[0]
+    first, total = rows * mesh.coordinates[AXIS], rows * mesh.plan.size(AXIS)
+    (keyword, *_) = inspect.signature(module.forward).parameters
     padding = getattr(module, "padding_idx", None)
     if padding is not None:  # the row that gets no gradient has a local index too, on the one rank that holds it
         module.padding_idx = padding - first if first <= padding < first + rows else None  # type: ignore[assignment]
 
-    def around(inner: Callable[..., Any], indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        indices = args[0] if args else kwargs.pop(keyword)
         local = indices - first
-        foreign = (local < 0) | (local >= rows)
-        found: torch.Tensor = inner(local.masked_fill(foreign, 0), *args, **kwargs)
+        inside = (indices >= 0) & (indices < total)  # others stay out of range, and fail as in one process
+        foreign = ((local < 0) | (local >= rows)) & inside
+        found: torch.Tensor = inner(local.masked_fill(foreign, 0), *args[1:], **kwargs)
         return found.masked_fill(foreign.unsqueeze(-1), 0.0)
 
     _wrap_forward(module, around)
@@ -115,17 +152,20 @@ def _install_lookup(module: nn.Module, parameter: str, mesh: Mesh) -> None:
 
 def _install_once(module: nn.Module, names: tuple[str, ...], mesh: Mesh) -> None:
     """The first rank adds these parameters; the others add zeros that still carry a (zero) gradient."""
+    paths = [name.rpartition(".") for name in names]
+    holders = [(module.get_submodule(path)._parameters, local) for path, _, local in paths]
     if mesh.coordinates[AXIS] == 0:
         return
 
     def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        held = {name: module._parameters[name] for name in names}
+        held = [parameters[local] for parameters, local in holders]
         try:
-            for name, value in held.items():
-                module._parameters[name] = value * 0.0  # type: ignore[operator,assignment]
+            for (parameters, local), value in zip(holders, held, strict=True):
+                parameters[local] = value * 0.0  # type: ignore[operator,assignment]
             return inner(*args, **kwargs)
         finally:
-            module._parameters.update(held)
+            for (parameters, local), value in zip(holders, held, strict=True):
+                parameters[local] = value
 
     _wrap_forward(module, around)
 

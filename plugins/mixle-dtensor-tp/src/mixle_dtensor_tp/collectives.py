@@ -98,6 +98,8 @@ def conversion(source: Replica | Shard | Term, target: Replica | Shard | Term, g
             f"{where}: no exact conversion from {source} to {target}; the pairs that exist: "
             + ", ".join(f"{a} to {b}" for a, b in _CONVERSIONS)
         )
-    dims = [lie.dim for lie in (source, target) if isinstance(lie, Shard)]
-    dim = dims[0] if dims else 0
+    cuts = [lie for lie in (source, target) if isinstance(lie, Shard)]
+    if any(cut.unit != 1 or cut.parts is not None for cut in cuts):
+        raise CapabilityError(f"{where}: an activation is cut into equal slices; declare Shard(dim) without unit and parts")
+    dim = cuts[0].dim if cuts else 0
     return lambda values: function.apply(values, dim, group)
