@@ -108,7 +108,7 @@ def exactly_one(
     if unclaimed:
         declined = [f"{bidder} declined: {refusal.reason}; {refusal.remedy}" for bidder, refusal in refusals]
         raise nobody(
-            explain_failure(f"{what}; none for {len(unclaimed)} of {len(found)}", [*_by_pattern(unclaimed), *declined], way_out["nobody"])
+            explain_failure(f"{what}; none for {len(unclaimed)} of {len(found)}", [*declined, *_by_pattern(unclaimed)], way_out["nobody"])
         )
     contested = {key: offers for key, offers in found.items() if len(offers) > 1}
     if contested:

@@ -81,6 +81,12 @@ def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int], None]) 
     _libraries.append(library)
 
 
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was made with; torch has no public way to ask for it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def gradient_hooks(parameter: torch.Tensor) -> int:
     """Number of hooks that someone put on a parameter's gradient; torch has no public way to ask."""
     backward = getattr(parameter, "_backward_hooks", None) or ()

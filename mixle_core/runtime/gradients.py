@@ -102,18 +102,15 @@ class Reduced:
         return float(float(self._mesh.all_reduce_control(share)) ** (1.0 / norm_type))
 
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all gradients in place so that their global norm is at most `max_norm`; return the factor.
+        """Scale all gradients in place so that their global norm is at most `max_norm`; return the factor so far.
 
         Gradients that are not finite are left alone: check `skipped` before the optimizer steps.
         """
-        norm = self.norm(norm_type)
+        norm = self.norm(norm_type) * (self.clip_factor if norm_type == 2.0 else 1.0)
         if self.skipped is None and norm > max_norm:
-            self.clip_factor = max_norm / norm
-            self._multiply(self.clip_factor)
+            self.clip_factor *= max_norm / norm
+            multiply_(self._gradients.values(), max_norm / norm)
         return self.clip_factor
-
-    def _multiply(self, factor: float) -> None:
-        multiply_(self._gradients.values(), factor)
 
 
 def multiply_(gradients: Iterable[Gradient], factor: float) -> None:

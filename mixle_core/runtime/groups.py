@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mixle_core.agreement import digest, first_difference
-from mixle_core.errors import AgreementError, CapabilityError, UsageError
+from mixle_core.errors import AgreementError, CapabilityError, MixleError, UsageError
 from mixle_core.plan import AXES, ParallelPlan
-from mixle_core.runtime._upstream import observe_collectives
+from mixle_core.runtime._upstream import default_store, observe_collectives
 
 CONTROL = "control"
 """Owner label of the groups that carry decisions, not gradients."""
@@ -84,6 +85,9 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
                 f"{', '.join(missing)} missing from the environment beside WORLD_SIZE={world}; launch with torchrun or `mixle train`"
             )
         if int(world) > 1:
+            rank = launched["RANK"]
+            if not rank.isdigit() or int(rank) >= int(world):
+                raise UsageError(f"RANK={rank!r} in the environment: expected 0 to {int(world) - 1} beside WORLD_SIZE={world}")
             # joined before the plan is compared with it, so that a rank with another plan can tell the others
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=plan.timeout_s))
         elif plan.world_size == 1:
@@ -105,6 +109,10 @@ def _refuse_world(plan: ParallelPlan, found: int, where: str) -> None:
     )
 
 
+_serials = itertools.count()
+"""Numbers the meshes over several ranks; alike on all ranks, since they make them together."""
+
+
 class Mesh:
     """Where this rank stands in the plan, and the process groups of one attached model.
 
@@ -117,8 +125,10 @@ class Mesh:
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = plan.coordinates(self.rank)
+        self._serial = 0
         if plan.world_size > 1:
             _counter.install()
+            self._serial = next(_serials)
 
     def group(self, axes: Iterable[str], owner: str) -> dist.ProcessGroup | None:
         """The group of `owner` whose ranks differ from this one only on `axes`; None when that is this rank alone."""
@@ -140,8 +150,9 @@ class Mesh:
             raise UsageError(f"device_mesh over {', '.join(axes)}: each axis needs more than one rank")
         if len(axes) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))  # type: ignore[arg-type]
-        shape = [self.plan.size(axis) for axis in axes]
-        ranks = torch.tensor(self.plan.group_ranks(self.rank, axes), dtype=torch.int).view(shape)
+        ordered = [axis for axis in AXES if axis in axes]
+        ranks = torch.tensor(self.plan.group_ranks(self.rank, axes), dtype=torch.int).view([self.plan.size(axis) for axis in ordered])
+        ranks = ranks.permute([ordered.index(axis) for axis in axes]).contiguous()
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))  # type: ignore[arg-type]
 
     def size(self, axes: Iterable[str]) -> int:
@@ -159,6 +170,19 @@ class Mesh:
             dist.all_reduce(moved, op=op, group=group)
             values.copy_(moved)
         return values
+
+    def leave_word(self, update: int, error: Exception) -> Exception:
+        """Tell the others why this rank stops within `update`, or find out from their word why it had to."""
+        if self.plan.world_size > 1:
+            key = f"mixle/stopped/{self._serial}/{update}"
+            try:
+                store = default_store()
+                if store.check([key]):
+                    return UsageError(store.get(key).decode())
+                store.set(key, f"rank {self.rank}: {_said(error)}")
+            except RuntimeError:  # the store went with the process that held it
+                return error
+        return error
 
     def gather_objects(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For set-up and for errors, not for steps."""
@@ -201,6 +225,10 @@ def reduce_scatter(
     return function(output, values, op=op, group=group, async_op=async_op)
 
 
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, MixleError) else f"{type(error).__name__}: {error}"
+
+
 def agree(document: Mapping[str, Any] | None, failure: Exception | None) -> None:
     """Compare `document` over the default process group, and let a failure on one rank fail everywhere.
 
@@ -216,7 +244,7 @@ def agree(document: Mapping[str, Any] | None, failure: Exception | None) -> None
         return
     mine = None if document is None else digest(document)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, None if failure is None else str(failure)))
+    dist.all_gather_object(gathered, (mine, None if failure is None else _said(failure)))
     if failure is not None:
         raise failure
     failed = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
@@ -230,7 +258,7 @@ def agree(document: Mapping[str, Any] | None, failure: Exception | None) -> None
 
 def raise_everywhere(mesh: Mesh, failure: Exception | None) -> None:
     """Raise on every rank what was found on any; each rank calls it at the same point."""
-    texts = mesh.gather_objects(None if failure is None else str(failure))
+    texts = mesh.gather_objects(None if failure is None else _said(failure))
     if failure is not None:
         raise failure
     found = [(rank, text) for rank, text in enumerate(texts) if text is not None]

@@ -24,6 +24,8 @@ from mixle_core.runtime._upstream import gradient_hooks
 from mixle_core.runtime.groups import CONTROL, Mesh
 
 _BROADCAST_BYTES = 64 * 2**20
+_CUT = "_mixle_cut"
+_MARK = 0xA5
 
 Shard = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes a logical name and the whole tensor, returns this rank's slice of it."""
@@ -49,6 +51,9 @@ def refuse_foreign(model: nn.Module) -> None:
             found.setdefault("DTensor parameters", name)
         if gradient_hooks(parameter):
             found.setdefault("gradient hooks", name)
+    if _CUT in model.__dict__:
+        axes = ", ".join(model.__dict__[_CUT])
+        raise CapabilityError(f"an earlier attach cut this model over {axes}, and its parameters are slices now; build it anew")
     if found:
         what = ", ".join(f"{kind} ({where})" for kind, where in found.items())
         raise CapabilityError(
@@ -57,12 +62,19 @@ def refuse_foreign(model: nn.Module) -> None:
         )
 
 
+def mark_cut(model: nn.Module, axes: tuple[str, ...]) -> None:
+    """Remember that executors of `axes` changed the model for good, so that no later attach takes slices for whole parameters."""
+    if axes:
+        model.__dict__[_CUT] = axes
+
+
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     """Names of the entries of the outermost ModuleLists: the units of a model that declares none."""
     found: list[str] = []
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())  # a module that stands in several places has the first of its names only
+    for name, module in modules.items():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
-            found.extend(join(name, str(i)) for i in range(len(module)))
+            found.extend(block for i in range(len(module)) if (block := join(name, str(i))) in modules)
     return tuple(found)
 
 
@@ -106,8 +118,21 @@ def _own_initialiser(model: nn.Module, module: nn.Module, name: str) -> list[Cal
     return ways
 
 
-def _unfilled(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
+def _blank(like: torch.Tensor) -> torch.Tensor:
+    """On the CPU, with values that no initialiser leaves: NaN, or bytes of `_MARK` where the dtype has none."""
+    empty = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    if like.is_floating_point() or like.is_complex():
+        return empty.fill_(float("nan"))
+    empty.reshape(-1).view(torch.uint8).fill_(_MARK)
+    return empty
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(tensor).any())
+    marked = (tensor.detach().reshape(-1, 1).view(torch.uint8) == _MARK).all(1)
+    short = tensor.element_size() == 1 and tensor.dtype != torch.bool  # one byte may well have the value of the mark
+    return bool(marked.all() if short else marked.any()) and tensor.numel() > 0
 
 
 def place_parameters(model: nn.Module, layouts: Layouts, seed: int, device: torch.device, shard: Shard, fill: Fill) -> frozenset[str]:
@@ -165,8 +190,7 @@ def _fill_module(
     persistent = set(module.state_dict(keep_vars=True)) if buffers else set()
     whole: dict[str, torch.Tensor] = {}
     for local, old in {**fresh, **buffers}.items():
-        empty = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-        whole[local] = empty.fill_(float("nan")) if old.is_floating_point() else empty.zero_()
+        whole[local] = _blank(old)
     # the module fills whole tensors under its own names; the caller cuts them and puts the final parameters in their place
     stand_ins = {local: nn.Parameter(whole[local], requires_grad=old.requires_grad) for local, old in fresh.items()}
     for local, parameter in stand_ins.items():
@@ -174,16 +198,16 @@ def _fill_module(
     for local in buffers:
         module.register_buffer(local, whole[local], persistent=local in persistent)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(derive_seed(seed, name))
+        torch.default_generator.manual_seed(derive_seed(seed, name))
         own = {join(name, local) for local in fresh}
         mine = attrs.evolve(layouts, parameters={n: p for n, p in layouts.parameters.items() if n in own})
         done = fill(module, mine, seed) if own else frozenset()
-        pending = _unfilled({local: t for local, t in whole.items() if join(name, local) not in done})
+        pending = [local for local, tensor in whole.items() if join(name, local) not in done and _is_blank(tensor)]
         for way in _own_initialiser(model, module, raw):
             if not pending:
                 break
             way()
-            pending = _unfilled({local: module.get_buffer(local) if local in buffers else stand_ins[local] for local in pending})
+            pending = [local for local in pending if _is_blank(module.get_buffer(local) if local in buffers else stand_ins[local])]
     if pending:
         raise LayoutError(
             f"{', '.join(join(name, local) for local in pending)} on meta: {type(module).__name__} has no reset_parameters and the model "
@@ -209,7 +233,7 @@ def equalise_copies(model: nn.Module, layouts: Layouts, mesh: Mesh, filled: froz
         source = dist.get_process_group_ranks(group)[0]
         for batch in _batches(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            dist.broadcast(flat, src=source, group=group)
+            dist.broadcast(flat.view(torch.uint8), src=source, group=group)  # backends lack some dtypes
             for tensor, values in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
                 tensor.copy_(values.view_as(tensor))
 

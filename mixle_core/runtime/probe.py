@@ -76,9 +76,10 @@ class Probe:
                 verdict = self._verdict(name, axis, torch.stack([seen[index] for seen in everyone]).cpu())
                 if verdict is None:
                     continue
-                confirmed.append((name, axis))
                 if verdict:
                     contradictions.append(verdict)
+                else:
+                    confirmed.append((name, axis))
         self._seen.clear()
         # ranks of different data coordinates may have seen different things: decided anywhere is decided, wrong anywhere is wrong
         gathered = self._mesh.gather_objects((confirmed, contradictions))

@@ -25,9 +25,11 @@ from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, local_power_sum, multiply_
 from mixle_core.runtime.groups import Mesh, Traffic, agree, counted_traffic, raise_everywhere, start_processes
 from mixle_core.runtime.initialise import (
+    Fill,
     derive_seed,
     equalise_copies,
     logical_parameters,
+    mark_cut,
     place_parameters,
     recompute_units,
     refuse_foreign,
@@ -87,6 +89,8 @@ def _settle_axes(
         for item in answer if isinstance(answer, tuple) else (answer,):
             if isinstance(item, Refusal):
                 refusals.append((name, item))
+            elif not isinstance(item, AxisClaim):
+                raise PluginError(f"{plugins.labels[name]}: own_axis returned {type(item).__name__}, expected AxisClaim, Refusal or None")
             elif not backends or item.backend in backends:
                 bids.append(Bid(plugins.labels[name], (item.axis,), (name, item)))
     chosen = exactly_one(
@@ -183,17 +187,14 @@ def attach(
     return _install(model, won, mesh, seed)
 
 
-def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduction:
-    executors: dict[str, AxisExecutor] = {axis: claim.executor() for axis, claim in won.executors.items()}
-    plugins = won.plugins
+def ask_to_fill(plugins: LoadedPlugins) -> Fill:
+    """Ask every plugin's `init_params`; two that fill one parameter are an error."""
 
-    def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        for executor in executors.values():
-            tensor = executor.shard(won.layouts.parameters[name], tensor, mesh)
-        return tensor
-
-    def fill(module: nn.Module, layouts: Layouts, run_seed: int) -> frozenset[str]:
-        answers = plugins.ask("init_params", model=module, layouts=layouts, seed=run_seed)
+    def fill(module: nn.Module, layouts: Layouts, seed: int) -> frozenset[str]:
+        answers = plugins.ask("init_params", model=module, layouts=layouts, seed=seed)
+        for who, names in answers:
+            if not isinstance(names, (set, frozenset)):
+                raise PluginError(f"{plugins.labels[who]}: init_params returned {type(names).__name__}, expected a set of names or None")
         filled = exactly_one(
             sorted({name for _, names in answers for name in names}),
             [Bid(plugins.labels[who], names) for who, names in answers],
@@ -202,10 +203,28 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
         )
         return frozenset(filled)
 
-    filled = place_parameters(model, won.layouts, seed, mesh.device, shard, fill)
+    return fill
+
+
+def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduction:
+    executors: dict[str, AxisExecutor] = {axis: claim.executor() for axis, claim in won.executors.items()}
+
+    def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for executor in executors.values():
+            tensor = executor.shard(won.layouts.parameters[name], tensor, mesh)
+        return tensor
+
+    filled: frozenset[str] = frozenset()
+    failure: Exception | None = None
+    try:
+        filled = place_parameters(model, won.layouts, seed, mesh.device, shard, ask_to_fill(won.plugins))
+    except Exception as error:
+        failure = error
+    raise_everywhere(mesh, failure)
     equalise_copies(model, won.layouts, mesh, filled)
     for executor in executors.values():
         executor.apply(model, won.layouts, mesh)
+    mark_cut(model, tuple(executors))
     if mesh.plan.activation_checkpointing:
         recompute_units(model, won.layouts)
     module = model
@@ -242,6 +261,8 @@ class Reduction:
         self._probe = Probe(won.table, mesh, seed) if any(row.model_replica_axes for row in won.table.rows) else None
         self._bound = logical_parameters(model, won.layouts.transparent)
         self._trainable = {row.name for row in won.table.rows}
+        self._owned = {owner: {row.name for row in won.table.rows if row.owner == owner} for owner in owners}
+        self._stopped: Exception | None = None
         self._traffic = {name: Traffic() for name in owners}
         self._fresh = True
         self._inside = False
@@ -278,26 +299,27 @@ class Reduction:
         Raises:
             LedgerError: a parameter that was not reduced exactly once, on every rank.
             DeclarationError: first update only: a declared role that the gradients contradict.
-            UsageError: parameters that changed since attach, or an earlier fault of another rank.
+            UsageError: a fault that another rank found.
         """
+        if self._stopped is not None:
+            raise self._stopped
         gradients: dict[str, Gradient] = {}
-        failure: Exception | None = None
+        failure: Exception | None = self._changed()
         square_sum = 0.0
-        try:
-            self._check_parameters()
-            for name, owner in self._owners.items():
-                result = owner.finish(self._observe)
-                self._ledger.record(name, result.counts)
-                gradients.update(result.gradients)
-            self._ledger.close((name for name, gradient in gradients.items() if gradient.tensor is None), self.update)
-            if self._probe is not None:
-                self._probe.require(name for name, gradient in gradients.items() if gradient.tensor is not None)
-            square_sum = local_power_sum(gradients.values())
-        except Exception as error:  # every rank has to learn of it before any raises
-            failure = error
         copies = self.mesh.plan.world_size // self.mesh.plan.data_size
-        shared = torch.tensor([square_sum, num_tokens / copies, loss_sum / copies, float(failure is not None)], dtype=torch.float64)
-        square_sum, tokens, loss, failed = self.mesh.all_reduce_control(shared).tolist()
+        try:
+            # judged after all collectives: a rank that stopped before one would leave the others waiting in it
+            results = {name: owner.finish(self._observe) for name, owner in self._owners.items()}
+            try:
+                gradients = self._settle(results)
+                square_sum = local_power_sum(gradients.values())
+            except Exception as error:  # every rank has to learn of it before any raises
+                failure = failure or error
+            shared = torch.tensor([square_sum, num_tokens / copies, loss_sum / copies, float(failure is not None)], dtype=torch.float64)
+            square_sum, tokens, loss, failed = self.mesh.all_reduce_control(shared).tolist()
+        except Exception as error:  # this rank, or the one it waited for, is out of step with the others
+            self._stopped = self.mesh.leave_word(self.update, failure or error)
+            raise self._stopped from (None if self._stopped is error else error)
         self._fresh = True
         if failed:
             self._raise_everywhere(failure)
@@ -345,6 +367,26 @@ class Reduction:
         if self._probe is not None:
             self._probe.observe(gradients)
 
+    def _settle(self, results: Mapping[str, OwnerReduction]) -> dict[str, Gradient]:
+        """What the owners handed over, if it is all of what they own and the ledger agrees."""
+        gradients: dict[str, Gradient] = {}
+        for owner, result in results.items():
+            odd = sorted(self._owned[owner] ^ result.gradients.keys())
+            if odd:
+                what = "no gradient for" if odd[0] in self._owned[owner] else "a gradient it does not own:"
+                raise LedgerError(f"{owner} handed over {what} {odd[0]} ({len(odd)} in all)")
+            gradients.update(result.gradients)
+        unused = [name for name, gradient in gradients.items() if gradient.tensor is None]
+        dropped = [name for name in unused if self._bound[name].grad is not None]
+        if dropped:
+            raise LedgerError(f"{self.table[dropped[0]].owner} calls {dropped[0]} unused ({len(dropped)} in all), but it has a gradient here")
+        for owner, result in results.items():
+            self._ledger.record(owner, result.counts)
+        self._ledger.close(unused, self.update)
+        if self._probe is not None:
+            self._probe.require(gradients.keys() - set(unused))
+        return gradients
+
     def _raise_everywhere(self, failure: Exception | None) -> None:
         self.zero()
         raise_everywhere(self.mesh, failure)
@@ -355,13 +397,13 @@ class Reduction:
             counted = counted_traffic(f"mixle:{name}:").values()
             now = Traffic(sum(t.num_collectives for t in counted), sum(t.payload_bytes for t in counted))
             before, self._traffic[name] = self._traffic[name], now
-            owned = sum(1 for row in self.table.rows if row.owner == name)
+            owned = len(self._owned[name])
             receipts.append(
                 OwnerReceipt(name, owned, now.num_collectives - before.num_collectives, now.payload_bytes - before.payload_bytes)
             )
         return tuple(receipts)
 
-    def _check_parameters(self) -> None:
+    def _changed(self) -> LedgerError | None:
         """Find parameters that were added, replaced, frozen or unfrozen since attach: nobody owns the new ones."""
         current = logical_parameters(self.model, self.layouts.transparent)
         changed = [f"{name}: added" for name in current.keys() - self._bound.keys()]
@@ -373,10 +415,11 @@ class Reduction:
                 changed.append(f"{name}: replaced by another parameter")
             elif parameter.requires_grad != (name in self._trainable):
                 changed.append(f"{name}: {'unfrozen' if parameter.requires_grad else 'frozen'}")
-        if changed:
-            raise LedgerError(
-                f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach anew after a change"
-            )
+        if not changed:
+            return None
+        return LedgerError(
+            f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach anew after a change"
+        )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside = True
@@ -387,17 +430,19 @@ class Reduction:
     def _guard(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._stopped is not None:
+            raise UsageError(f"update {self.update} broke off, so the ranks are out of step; start them anew ({self._stopped})")
         if self.module is not self.model and not self._inside:
             raise UsageError(
                 "the model was called around its owner, so nobody would reduce its gradients; call the module that attach returned"
             )
         if self._fresh:
-            self._fresh = False
             left = [name for name, parameter in self._bound.items() if parameter.grad is not None]
             if left:
                 raise UsageError(
                     f"{left[0]} still holds the gradient of the last update ({len(left)} do); call zero() after the optimizer's step"
                 )
+            self._fresh = False
 
     def _autocast_forward(self) -> None:
         inner = self._forward = self.model.forward

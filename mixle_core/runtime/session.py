@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -54,7 +54,11 @@ def prepare(
     if precision is not None:
         plan = attrs.evolve(plan, precision=precision)
     reduction = attach(model, plan, backend=backend, seed=seed, plugins=plugins, device=device)
-    return Session(reduction, loss=loss, optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm)
+    try:
+        return Session(reduction, loss=loss, optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm)
+    except Exception:
+        reduction.close()
+        raise
 
 
 class Session:
@@ -77,9 +81,7 @@ class Session:
         self._loss = loss
         self._max_grad_norm = max_grad_norm
         self._loss_scale = 1.0
-        self._batches = 0
-        self._tokens = 0
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._start_window()
 
     @property
     def module(self) -> nn.Module:
@@ -102,6 +104,10 @@ class Session:
             UsageError: fewer rows than microbatches, or tensors that disagree about their number.
         """
         pieces, rows = self._split(batch)
+        with self._whole_window():
+            return self._train(pieces, rows)
+
+    def _train(self, pieces: list[Any], rows: int) -> StepReceipt:
         last_batch = self._batches + 1 == self.plan.gradient_accumulation_steps
         tokens, loss_sum = 0, torch.zeros((), dtype=torch.float64)
         for index, piece in enumerate(pieces):
@@ -136,21 +142,34 @@ class Session:
         """
         if not self._batches:
             return None
-        return self._commit(
-            StepReceipt(
-                update=self.update,
-                loss=float(self._loss_sum) / max(self._tokens, 1),
-                num_local_tokens=self._tokens,
-                num_local_examples=0,
-                microbatches=0,
-                committed=False,
-            )
+        receipt = StepReceipt(
+            update=self.update,
+            loss=float(self._loss_sum) / max(self._tokens, 1),
+            num_local_tokens=self._tokens,
+            num_local_examples=0,
+            microbatches=0,
+            committed=False,
         )
+        with self._whole_window():
+            return self._commit(receipt)
+
+    @contextmanager
+    def _whole_window(self) -> Iterator[None]:
+        """What fails halfway takes its window with it: no gradient of it is left for the next."""
+        try:
+            yield
+        except BaseException:
+            self._start_window()
+            self.reduction.zero()
+            raise
+
+    def _start_window(self) -> None:
+        self._batches, self._tokens = 0, 0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
 
     def _commit(self, receipt: StepReceipt) -> StepReceipt:
         reduced = self.reduction.finish(self._tokens, float(self._loss_sum), loss_scale=self._loss_scale)
-        self._batches, self._tokens = 0, 0
-        self._loss_sum.zero_()
+        self._start_window()
         rate = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         if reduced.skipped is None:
             if self._max_grad_norm is not None:
@@ -182,7 +201,7 @@ class Session:
 
         Ranks pass the same number of batches, since a sharded forward is a collective of its own.
         """
-        was_training = self.module.training
+        modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             loss_sum, tokens = 0.0, 0
@@ -191,7 +210,8 @@ class Session:
                 loss_sum += float(loss)
                 tokens += int(count)
         finally:
-            self.module.train(was_training)
+            for module, training in modes:
+                module.training = training
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
         total_loss, total_tokens = self.reduction.mesh.all_reduce_control(shared).tolist()
         if not total_tokens:

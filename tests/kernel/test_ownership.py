@@ -372,10 +372,10 @@ def test_no_claim_is_refused_with_every_refusal():
         arbitrate(plan, known, [], refusals, labels={"alpha": "alpha (mixle-alpha 1.0)"})
     assert str(caught.value) == (
         "each trainable parameter needs exactly one owner; none for 3 of 3\n"
-        "  layers.*.w (2 of them)\n"
-        "  norm\n"
         "  alpha (mixle-alpha 1.0) declined: dp_shard=2 shards parameters; set dp_shard=1\n"
         "  beta declined: no; ask gamma\n"
+        "  layers.*.w (2 of them)\n"
+        "  norm\n"
         "way out: install or enable a plugin that owns these axes, or change the plan as the refusals say"
     )
 

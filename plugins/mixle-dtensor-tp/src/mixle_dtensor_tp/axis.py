@@ -51,9 +51,9 @@ class TensorParallel:
 def _refuse_repeated_bias(modules: dict[str, nn.Module], layouts: Layouts) -> None:
     """Refuse a bias that every rank would add to its own term of a sum, however far out the sum is declared."""
     roles = {name: layout.roles.get(AXIS) for first, layout in layouts.parameters.items() for name in (first, *layout.aliases)}
-    once = {f"{module}.{name}" for module, declared in layouts.modules.get(AXIS, {}).items() for name in declared.once}
+    once = {f"{module}.{name}".lstrip(".") for module, declared in layouts.modules.get(AXIS, {}).items() for name in declared.once}
     for name, module in modules.items():
-        weight, bias = f"{name}.weight", f"{name}.bias"
+        weight, bias = f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".")
         if isinstance(module, nn.Linear) and bias in roles and roles[weight] == Shard(1) and bias not in once:
             raise LayoutError(
                 f"{bias} on {AXIS}: {weight} is cut along its inputs, so every rank's output is a term of a sum and the bias would be "

@@ -47,10 +47,26 @@ def build(spec: str) -> Any:
             return Qwen3ForCausalLM(Qwen3Config(**SIZES[spec]))
     if not (Path(spec) / "config.json").is_file():
         raise UsageError(f"qwen3:{spec} is neither a size ({', '.join(SIZES)}) nor a directory with a config.json")
+    return _read(spec)
+
+
+def _read(directory: str) -> Any:
+    import torch
+    from safetensors import SafetensorError
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model, report = None, {}
     try:
-        config = Qwen3Config.from_pretrained(spec, local_files_only=True)
-        if config.model_type != "qwen3":
-            raise UsageError(f"{spec} holds a {config.model_type!r} model; expected 'qwen3'")
-        return Qwen3ForCausalLM.from_pretrained(spec, config=config, local_files_only=True, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{spec} could not be read as a Qwen3 model: {' '.join(str(error).split())[:200]}") from error
+        kind = Qwen3Config.get_config_dict(directory, local_files_only=True)[0].get("model_type")
+        if kind == "qwen3":
+            model, report = Qwen3ForCausalLM.from_pretrained(
+                directory, local_files_only=True, dtype=torch.float32, use_cache=False, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"{directory} could not be read as a Qwen3 model: {' '.join(str(error).split())[:200]}") from error
+    if model is None:
+        raise UsageError(f"{directory} holds a {kind!r} model; expected 'qwen3'")
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would draw them at random, differently on each rank
+        raise UsageError(f"{directory} lacks {len(missing)} weights of a Qwen3 model with its head, such as {missing[0]}")
+    return model.train()

@@ -25,7 +25,7 @@ def qwen3_layout(model: Any, config: Any, plan: ParallelPlan) -> ModelLayout:
                 f"num_attention_heads={config.num_attention_heads} and num_key_value_heads={config.num_key_value_heads}"
             )
     headed = hasattr(model, "lm_head")
-    base = "model." if headed else ""
+    base = "model." if hasattr(model, "model") else ""
     between = SEQUENCE if plan.sequence_parallel else WHOLE
     norm = SHARED if plan.sequence_parallel else WHOLE
     entering = Boundary(outside=between, inside=SHARED)

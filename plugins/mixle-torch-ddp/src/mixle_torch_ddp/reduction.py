@@ -30,6 +30,9 @@ class DDPOwner:
         self._transparent = transparent
         self._reduced: dict[str, int] = {}
         self._in_no_sync = False
+        self._synced_forward = False
+        self._seen: set[str] = set()
+        self._completing = False
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
         """Wrap `model`; the wrapper reduces rows over dp_replicate, `finish` the others over dp_replicate x tp."""
@@ -77,9 +80,13 @@ class DDPOwner:
                 "a microbatch follows the one whose backward reduced the gradients; run all but the last inside no_sync(), then finish()"
             )
         self._usage.next_forward()
+        self._seen.clear()
+        self._synced_forward = self._ddp is not None and self._ddp.require_backward_grad_sync
 
     def _note(self, parameter: torch.Tensor) -> None:
-        self._usage.saw(self._names[parameter])
+        if not self._completing:
+            self._usage.saw(self._names[parameter])
+            self._seen.add(self._names[parameter])
 
     def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         for parameter in bucket.parameters():
@@ -93,12 +100,12 @@ class DDPOwner:
 
     @contextmanager
     def _without_sync(self) -> Iterator[None]:
-        self._in_no_sync = True
+        before, self._in_no_sync = self._in_no_sync, True
         self._set_sync()
         try:
             yield
         finally:
-            self._in_no_sync = False
+            self._in_no_sync = before
             self._set_sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -107,8 +114,11 @@ class DDPOwner:
 
     def finish(self, observe: Observe) -> OwnerReduction:
         """Reduce what the last backward did not, and sum jointly over dp_replicate and tp where both are pending."""
-        in_buckets, self._reduced = self._reduced, {}
         unused, missing = self._usage.settle(self._mesh)
+        if self._synced_forward:
+            self._complete([self._parameters[name] for name in self._bucketed if name not in self._seen])
+        in_buckets, self._reduced = self._reduced, {}
+        self._synced_forward = False
         self._set_sync()
         present = [name for name in self._rows if name not in unused]
         for name in present:
@@ -129,6 +139,15 @@ class DDPOwner:
             counts.pop(name, None)
         gradients = {name: Gradient(None if name in unused else self._gradient(name), 1.0 / row.copies) for name, row in self._rows.items()}
         return OwnerReduction(gradients, counts)
+
+    def _complete(self, late: list[torch.Tensor]) -> None:
+        """Give the buckets zeros for what the last backward left out: other ranks wait for them, and so does the next forward."""
+        if late:
+            self._completing = True
+            try:
+                torch.autograd.backward(late, [torch.zeros_like(parameter) for parameter in late])
+            finally:
+                self._completing = False
 
     def _gradient(self, name: str) -> torch.Tensor:
         gradient = self._parameters[name].grad

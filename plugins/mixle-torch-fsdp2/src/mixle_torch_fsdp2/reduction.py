@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, named_m
 class _Shell(nn.Module):
     """A root without parameters around the model: its own backward makes every unit reduce what it accumulated."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: FSDPModule) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():  # no backward follows that would, and a step must not leave old values gathered
+            self.module.reshard()
+        return output
 
     def tick(self, value: torch.Tensor) -> torch.Tensor:
         """A forward that touches no unit; its backward still runs the root's final callback."""
@@ -38,10 +42,11 @@ class _Shell(nn.Module):
 
 
 class _CountingReduceScatter:
-    """fully_shard's reduce-scatter of one unit, with the count the ledger reads."""
+    """fully_shard's reduce-scatter of one unit, with the number of backwards it served, which the ledger reads."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, current_backward: Callable[[], int]) -> None:
+        self._current_backward = current_backward
+        self.backwards: set[int] = set()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -49,7 +54,8 @@ class _CountingReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        self.calls += 1
+        # a unit that one forward calls several times reduces in as many terms; together they are one reduction
+        self.backwards.add(self._current_backward())
         return reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
 
@@ -63,6 +69,9 @@ class FSDPOwner:
         self._plan = plan
         self._layouts = layouts
         self._in_no_sync = False
+        self._forwards = 0
+        self._last_synced = False
+        self._used: set[str] = set()
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
         """Shard each unit and the rest of `model` over dp_shard; return the shell."""
@@ -70,39 +79,27 @@ class FSDPOwner:
         self._rows = {row.name: row for row in rows}
         owner = rows[0].owner
         self._usage = Usage(self._rows, self._plan)
-        self._watched: dict[int, torch.Tensor] = {}
-        axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if self._plan.size(axis) > 1)
-        options: dict[str, Any] = {"mesh": mesh.device_mesh(axes, owner)}
-        if self._plan.precision == "bf16":
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        device_mesh = mesh.device_mesh([axis for axis in ("dp_replicate", "dp_shard") if self._plan.size(axis) > 1], owner)
         modules = named_modules(model, self._layouts.transparent)
-        before = {id(parameter): name for name, parameter in logical_parameters(model, self._layouts.transparent).items()}
-        names_of: dict[str, list[str]] = {}
+        before = logical_parameters(model, self._layouts.transparent)
+        name_of = {id(before[name]): name for name in self._rows}
+        holders = {id(p): (module, local) for module in model.modules() for local, p in module.named_parameters(recurse=False)}
         units = [modules[name] for name in reversed(self._layouts.units) if modules[name] is not model]
+        self._units: list[tuple[nn.Module, _CountingReduceScatter, list[str]]] = []
         taken: set[int] = set()
         for unit in (*units, model):
-            mine = [p for p in unit.parameters() if id(p) not in taken]
+            mine = [p for p in unit.parameters() if id(p) in name_of and id(p) not in taken]
             taken.update(map(id, mine))
-            names_of[str(id(unit))] = [before[id(p)] for p in mine if before[id(p)] in self._rows]
-        self._handles = [
-            module.register_forward_pre_hook(self._watch)
-            for module in model.modules()
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        ]
-        for unit in units:
-            fully_shard(unit, **options)
-        # the shell is the root, so what a root does by itself is said to the model's own group: it stays gathered
-        fully_shard(model, reshard_after_forward=False, **options)
+            self._units.append((unit, _CountingReduceScatter(lambda: self._forwards), [name_of[id(p)] for p in mine]))
+        for unit, _, names in self._units:
+            # the shell is the root, so what a root does by itself is said to the model's own group: it stays gathered
+            reshard = None if unit is not model else False
+            fully_shard(unit, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=self._precision(names))
+        assert isinstance(model, FSDPModule)
+        self._model = model
         self._shell = _Shell(model)
-        fully_shard(self._shell, mesh=options["mesh"])
+        fully_shard(self._shell, mesh=device_mesh)
         register_fsdp_forward_method(self._shell, "tick")
-        self._units: list[tuple[_CountingReduceScatter, list[str]]] = []
-        for unit in (*units, model):
-            assert isinstance(unit, FSDPModule)
-            counting = _CountingReduceScatter()
-            unit.set_custom_reduce_scatter(counting)  # type: ignore[arg-type]
-            self._units.append((counting, names_of[str(id(unit))]))
-        self._shell.set_reduce_scatter_unused_params(True)
         for module in self._shell.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -110,30 +107,40 @@ class FSDPOwner:
         self._parameters = {n: p for n, p in logical_parameters(model, self._layouts.transparent).items() if n in self._rows}
         self._model_axes = sorted({tuple(a for a in row.reduced if a == "tp") for row in rows} - {()})
         self._groups = {reduced: mesh.group(reduced, owner) for reduced in self._model_axes}
-        self._shell.register_forward_pre_hook(lambda module, args: self._usage.next_forward() if torch.is_grad_enabled() else None)
-        self._names_by_module = {
-            id(module): {
-                local: next(n for n, q in self._parameters.items() if q is p)
-                for local, p in module.named_parameters(recurse=False)
-                if any(q is p for q in self._parameters.values())
-            }
-            for module in model.modules()
-        }
+        self._handles: list[Any] = [self._shell.register_forward_pre_hook(self._before_forward)]
         with torch.no_grad():
             self._shell.tick(torch.zeros(1, device=mesh.device))  # torch takes the module that runs first for the root
+        self._gathered: dict[str, torch.Tensor] = {}
+        for unit, counting, names in self._units:
+            assert isinstance(unit, FSDPModule)
+            unit.set_custom_reduce_scatter(counting)  # type: ignore[arg-type]
+            self._watch(unit, {name: holders[id(before[name])] for name in names})
         self._set_sync()
         return self._shell
 
-    def _watch(self, module: nn.Module, args: Any) -> None:
-        """Note the use of gathered parameters: they exist only once a unit was gathered, and live on between gathers."""
-        if not torch.is_grad_enabled():
-            return
-        for local, name in self._names_by_module[id(module)].items():
-            parameter = module._parameters[local]
-            if parameter is None or isinstance(parameter, DTensor) or id(parameter) in self._watched:
-                continue
-            self._watched[id(parameter)] = parameter
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._usage.saw(name))
+    def _precision(self, names: list[str]) -> MixedPrecisionPolicy:
+        half = any(self._rows[name].dtype != self._rows[name].param_dtype for name in names)
+        mixed = self._plan.precision == "bf16"
+        return MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32 if mixed or half else None)
+
+    def _watch(self, unit: FSDPModule, holders: Mapping[str, tuple[nn.Module, str]]) -> None:
+        """Gather `unit` once: the gathered parameters live on between gathers, and their gradients tell what was used."""
+        unit.unshard()
+        for name, (module, local) in holders.items():
+            self._gathered[name] = module.get_parameter(local)
+            self._handles.append(self._gathered[name].register_post_accumulate_grad_hook(partial(self._note, name)))
+        unit.reshard()
+
+    def _note(self, name: str, _: torch.Tensor) -> None:
+        self._usage.saw(name)
+        self._used.add(name)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._model.reshard()  # after a forward without a backward it would still be gathered, with the values of then
+        if torch.is_grad_enabled():
+            self._usage.next_forward()
+            self._forwards += 1
+            self._last_synced = self._may_overlap and not self._in_no_sync
 
     @property
     def _may_overlap(self) -> bool:
@@ -142,36 +149,57 @@ class FSDPOwner:
 
     def _set_sync(self) -> None:
         sync = self._may_overlap and not self._in_no_sync
+        self._reduce_in_backward(sync)
+        # a parameter that only other ranks use travels as zeros; torch makes them right only where nothing was accumulated
+        self._shell.set_reduce_scatter_unused_params(True)
+
+    def _reduce_in_backward(self, sync: bool) -> None:
         self._shell.set_requires_gradient_sync(sync)
         self._shell.set_is_last_backward(sync)
 
     @contextmanager
     def _without_sync(self) -> Iterator[None]:
-        self._in_no_sync = True
+        before, self._in_no_sync = self._in_no_sync, True
         self._set_sync()
         try:
             yield
         finally:
-            self._in_no_sync = False
+            self._in_no_sync = before
             self._set_sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate whole gradients locally."""
         return self._without_sync()
 
+    def _tick(self, *, sync: bool) -> None:
+        self._reduce_in_backward(sync)
+        with torch.enable_grad():
+            self._shell.tick(torch.zeros(1, device=self._mesh.device, requires_grad=True)).sum().backward()
+
+    def _flush(self, unused: frozenset[str]) -> None:
+        """Reduce what was accumulated, the same parameters on every rank: zeros from those that did not use one."""
+        absent = [name for name in self._rows if name not in unused and name not in self._used]
+        for name in absent:
+            self._gathered[name].grad = torch.zeros_like(self._gathered[name])
+        if absent:
+            self._tick(sync=False)  # they join what earlier backwards accumulated, in its dtype
+        self._shell.set_reduce_scatter_unused_params(False)
+        self._forwards += 1
+        self._tick(sync=True)
+
     def finish(self, observe: Observe) -> OwnerReduction:
         """Reduce what the last backward did not, and sum over tp what is partial there."""
         unused, missing = self._usage.settle(self._mesh)
-        if not any(counting.calls for counting, _ in self._units):
-            self._shell.set_requires_gradient_sync(True)
-            self._shell.set_is_last_backward(True)
-            with torch.enable_grad():
-                self._shell.tick(torch.zeros(1, device=self._mesh.device, requires_grad=True)).sum().backward()
+        if not self._last_synced or not any(counting.backwards for _, counting, _ in self._units):
+            self._flush(unused)
+        self._last_synced = False
+        self._used.clear()
         self._set_sync()
         counts: dict[str, int] = {}
-        for counting, names in self._units:
-            counts.update({name: counting.calls for name in names if counting.calls and name not in missing and name not in unused})
-            counting.calls = 0
+        for _, counting, names in self._units:
+            number = len(counting.backwards)
+            counts.update({name: number for name in names if number and name not in missing and name not in unused})
+            counting.backwards.clear()
         for name in unused:
             self._parameters[name].grad = None  # no rank used it: what arrived are zeros, and zeros would decay the parameter
         local = {name: self._local(name) for name in self._rows if name not in unused}
