@@ -17,8 +17,9 @@ from mixle_core.audit.compare import assemble, relative_error
 from mixle_core.declarations import parameter_facts
 from mixle_core.layout import Layouts
 from mixle_core.plan import ParallelPlan
+from mixle_core.plugins import load_plugins
 from mixle_core.runtime.initialise import logical_parameters, place_parameters
-from mixle_core.runtime.reduction import Plugins, Reduction, attach
+from mixle_core.runtime.reduction import Plugins, Reduction, ask_to_fill, attach
 
 Batch = Callable[[int, int, int], Any]
 """`(update, backward, data rank) -> microbatch`: what that rank trains on."""
@@ -64,11 +65,12 @@ class VerifyReport:
         return self.error <= tolerance and all(update.copies_equal for update in self.updates)
 
 
-def reference_model(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The model in one process, filled as `attach` fills it."""
+def reference_model(build: Callable[[], nn.Module], seed: int, like: Reduction | None = None) -> nn.Module:
+    """The model in one process, filled as `attach` fills it: with the names and plugins of `like`, or without a plugin."""
     model = build()
-    layouts = Layouts(parameters=parameter_facts(model), modules={}, units=())
-    place_parameters(model, layouts, seed, torch.device("cpu"), lambda name, tensor: tensor, lambda *_: frozenset())
+    layouts = like.layouts if like else Layouts(parameters=parameter_facts(model), modules={}, units=())
+    fill = ask_to_fill(like.plugins if like else load_plugins([]))
+    place_parameters(model, layouts, seed, torch.device("cpu"), lambda name, tensor: tensor, fill)
     return model
 
 
@@ -106,7 +108,7 @@ def verify(
     reduction = attach(build(), plan, backend=backend, seed=seed, plugins=plugins)
     trainable = {name: p for name, p in reduction.named_parameters() if p.requires_grad}
     ours = optimizer(trainable.values())
-    reference = reference_model(build, seed)
+    reference = reference_model(build, seed, reduction)
     theirs_by_name = {name: p for name, p in logical_parameters(reference, reduction.layouts.transparent).items() if p.requires_grad}
     theirs = optimizer(theirs_by_name.values())
     reports = []

@@ -81,10 +81,9 @@ def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int], None]) 
     _libraries.append(library)
 
 
-def default_store() -> dist.Store:
-    """The key-value store that the default process group was made with; torch has no public way to ask for it."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+def default_store() -> Any:
+    """The `Store` that the default process group was made with; torch has no public way to ask for it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def gradient_hooks(parameter: torch.Tensor) -> int:

@@ -147,11 +147,11 @@ def reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup |
 
 def _buckets(tensors: Sequence[torch.Tensor], limit: int, itemsize: int) -> list[list[torch.Tensor]]:
     buckets: list[list[torch.Tensor]] = []
-    size = limit + 1
+    size = limit
     for tensor in tensors:
         if not tensor.numel():
             continue
-        if size + tensor.numel() * itemsize > limit:
+        if size >= limit:  # full once the limit is reached, as in DistributedDataParallel: never more calls than there
             buckets.append([])
             size = 0
         buckets[-1].append(tensor)

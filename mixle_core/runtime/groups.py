@@ -137,7 +137,7 @@ class Mesh:
         if len(ranks) == 1:
             return None
         active = [axis for axis in AXES if axis in wanted and self.plan.size(axis) > 1]
-        return _shared_group(ranks, f"mixle:{owner}:{'.'.join(active)}", self.plan.timeout_s)
+        return _shared_group(self.plan, ranks, active, f"mixle:{owner}:{'.'.join(active)}")
 
     def world(self) -> dist.ProcessGroup | None:
         """The group of all ranks that carries decisions."""
@@ -198,19 +198,22 @@ _groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
 _groups_of: list[object] = []
 
 
-def _shared_group(ranks: tuple[int, ...], description: str, timeout_s: float) -> dist.ProcessGroup:
+def _shared_group(plan: ParallelPlan, ranks: tuple[int, ...], axes: Sequence[str], description: str) -> dist.ProcessGroup:
     """Make a group, or take the one this process made before for the same purpose.
 
-    Groups live as long as the default group: torch names one by its ranks, and a group made again after it was destroyed
-    would meet the addresses of the old one in the store.
+    Groups live as long as the default group. Every rank makes those of all ranks: torch names a group that only its members
+    make by how many groups the process has, which differs between ranks as soon as a user made one for some of them.
     """
     if _groups_of != [dist.group.WORLD]:
         _groups.clear()
         _groups_of[:] = [dist.group.WORLD]
-    key = (ranks, description, timeout_s)
+    key = (ranks, description, plan.timeout_s)
     if key not in _groups:
-        limit = datetime.timedelta(seconds=timeout_s)
-        _groups[key] = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description)
+        limit = datetime.timedelta(seconds=plan.timeout_s)
+        for others in sorted({plan.group_ranks(rank, axes) for rank in range(plan.world_size)}):
+            group = dist.new_group(list(others), timeout=limit, group_desc=description)
+            if others == ranks:
+                _groups[key] = group
     return _groups[key]
 
 

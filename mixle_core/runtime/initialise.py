@@ -188,6 +188,8 @@ def _fill_module(
     fill: Fill,
 ) -> None:
     persistent = set(module.state_dict(keep_vars=True)) if buffers else set()
+    present = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if not t.is_meta]
+    kept = [tensor.detach().clone() for tensor in present]  # the module's initialiser does not know that these have values
     whole: dict[str, torch.Tensor] = {}
     for local, old in {**fresh, **buffers}.items():
         whole[local] = _blank(old)
@@ -207,6 +209,8 @@ def _fill_module(
             if not pending:
                 break
             way()
+            for tensor, values in zip(present, kept, strict=True):
+                tensor.copy_(values)
             pending = [local for local in pending if _is_blank(module.get_buffer(local) if local in buffers else stand_ins[local])]
     if pending:
         raise LayoutError(

@@ -42,6 +42,7 @@ def launch(arguments: Sequence[str], num_ranks: int, *, env: Mapping[str, str] |
     """
     # the agent reports a failing rank in a dozen lines of log; what the rank said is reported by the caller in one
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    before = dict(os.environ)  # the ranks get this process's environment
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     os.environ.update(env or {})
     config = LaunchConfig(
@@ -58,6 +59,10 @@ def launch(arguments: Sequence[str], num_ranks: int, *, env: Mapping[str, str] |
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         return _first_words(error)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
     return LaunchResult(0)
 
 

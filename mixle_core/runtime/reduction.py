@@ -379,7 +379,9 @@ class Reduction:
         unused = [name for name, gradient in gradients.items() if gradient.tensor is None]
         dropped = [name for name in unused if self._bound[name].grad is not None]
         if dropped:
-            raise LedgerError(f"{self.table[dropped[0]].owner} calls {dropped[0]} unused ({len(dropped)} in all), but it has a gradient here")
+            raise LedgerError(
+                f"{self.table[dropped[0]].owner} calls {dropped[0]} unused ({len(dropped)} in all), but it has a gradient here"
+            )
         for owner, result in results.items():
             self._ledger.record(owner, result.counts)
         self._ledger.close(unused, self.update)

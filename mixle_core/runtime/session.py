@@ -109,7 +109,7 @@ class Session:
 
     def _train(self, pieces: list[Any], rows: int) -> StepReceipt:
         last_batch = self._batches + 1 == self.plan.gradient_accumulation_steps
-        tokens, loss_sum = 0, torch.zeros((), dtype=torch.float64)
+        tokens, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=self.reduction.mesh.device)
         for index, piece in enumerate(pieces):
             with ExitStack() as stack:
                 if not (last_batch and index == len(pieces) - 1):
@@ -121,10 +121,10 @@ class Session:
                     )
                 (loss * self._loss_scale).backward()
             tokens += int(count)
-            loss_sum += loss.detach().to("cpu", torch.float64)
+            loss_sum += loss.detach().double()  # stays on the device: reading it would wait for every microbatch
         self._batches += 1
         self._tokens += tokens
-        self._loss_sum += loss_sum
+        self._loss_sum += float(loss_sum)
         receipt = StepReceipt(
             update=self.update,
             loss=float(loss_sum) / max(tokens, 1),
@@ -144,7 +144,7 @@ class Session:
             return None
         receipt = StepReceipt(
             update=self.update,
-            loss=float(self._loss_sum) / max(self._tokens, 1),
+            loss=self._loss_sum / max(self._tokens, 1),
             num_local_tokens=self._tokens,
             num_local_examples=0,
             microbatches=0,
@@ -164,11 +164,10 @@ class Session:
             raise
 
     def _start_window(self) -> None:
-        self._batches, self._tokens = 0, 0
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._batches, self._tokens, self._loss_sum = 0, 0, 0.0
 
     def _commit(self, receipt: StepReceipt) -> StepReceipt:
-        reduced = self.reduction.finish(self._tokens, float(self._loss_sum), loss_scale=self._loss_scale)
+        reduced = self.reduction.finish(self._tokens, self._loss_sum, loss_scale=self._loss_scale)
         self._start_window()
         rate = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         if reduced.skipped is None:

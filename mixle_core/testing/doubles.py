@@ -97,4 +97,5 @@ class OwnsEverything:
             axes=frozenset({*DATA_AXES, "tp"}),
             backend=self.backend,
             averages=self.averages,
+            whole=False,  # a slice on the only axis of a plan has nothing pending
         )

@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -80,6 +81,7 @@ def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping
     import torch
     import torch.distributed as dist
 
+    os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -88,9 +90,11 @@ def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping
             limit = datetime.timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
         outcome = Outcome(rank, value=_resolve(*function)(*args), seconds=time.monotonic() - started)
+        sent = pickle.dumps(outcome)  # not multiprocessing's way, which lends tensors from a process that is about to end
     except BaseException as error:
         outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
-    pipe.send(outcome)
+        sent = pickle.dumps(outcome)
+    pipe.send_bytes(sent)
     pipe.close()
     os._exit(0 if outcome.error is None else 1)  # gloo threads of a failed rank would hold an orderly exit up
 
@@ -110,7 +114,7 @@ def run_ranks(
         function: defined at the top of a module; with several ranks the default process group exists when it is called.
         timeout_s: of the whole run; ranks still running then are ended and their outcome has exit code None.
         group_timeout_s: of the default process group's collectives.
-        env: further environment variables of the ranks.
+        env: further environment variables of the ranks, beside those of the caller.
         check: raise AssertionError with the first failing rank's traceback.
     """
     context = _fork_server()
@@ -119,7 +123,7 @@ def run_ranks(
         ranks = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            call = (rank, world_size, store, group_timeout_s, dict(env or {}), sender, _reference(function), args)
+            call = (rank, world_size, store, group_timeout_s, {**os.environ, **(env or {})}, sender, _reference(function), args)
             process = context.Process(target=_main, args=call, daemon=True)
             process.start()
             sender.close()
@@ -143,7 +147,7 @@ def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[Outcome]:
             receiver: Any = found
             rank = waiting.pop(receiver)
             try:
-                outcomes[rank] = receiver.recv()
+                outcomes[rank] = pickle.loads(receiver.recv_bytes())  # noqa: S301 - of a process started here
             except EOFError:  # the process died without a word
                 outcomes[rank] = Outcome(rank)
     for rank, (process, _) in enumerate(ranks):

@@ -133,20 +133,25 @@ def misdeclared(plan, pattern, role):
     return "accepted"
 
 
+DIFFER = "{} on tp: declared Replica(complete), but the ranks' gradients differ"
+SAME = "{} on tp: declared Replica(partial), but all ranks computed the same gradient"
+QK, LAYER = "model.layers.*.self_attn.{q,k}_norm.weight", "model.layers.*.{input,post_attention}_layernorm.weight"
+
+
 @pytest.mark.parametrize(
     ("pattern", "role", "sequence_parallel", "said"),
     [
-        ("model.layers.*.self_attn.{q,k}_norm.weight", mx.Replica("complete"), False, "q_norm.weight on tp: declared Replica(complete), but the ranks' gradients differ"),
-        ("model.layers.*.{input,post_attention}_layernorm.weight", mx.Replica("partial"), False, "input_layernorm.weight on tp: declared Replica(partial), but all ranks computed the same gradient"),
-        ("model.layers.*.{input,post_attention}_layernorm.weight", mx.Replica("complete"), True, "input_layernorm.weight on tp: declared Replica(complete), but the ranks' gradients differ"),
-        ("model.norm.weight", mx.Replica("partial"), False, "model.norm.weight on tp: declared Replica(partial), but all ranks computed the same gradient"),
+        (QK, "complete", False, DIFFER.format("q_norm.weight")),
+        (LAYER, "partial", False, SAME.format("input_layernorm.weight")),
+        (LAYER, "complete", True, DIFFER.format("input_layernorm.weight")),
+        ("model.norm.weight", "partial", False, SAME.format("model.norm.weight")),
     ],
     ids=["qk-norm-complete", "input-norm-partial", "input-norm-complete-under-sp", "final-norm-partial"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=["tp2", "ddp2xtp2", "fsdp2xtp2"])
 def test_a_wrong_declaration_is_an_error_on_every_rank_at_the_first_update(axes, pattern, role, sequence_parallel, said):
     plan = Plan(tp=2, sequence_parallel=sequence_parallel, **axes)
-    outcomes = run_ranks(misdeclared, plan.world_size, plan, pattern, role, env={"MIXLE_PLUGINS": NATIVE})
+    outcomes = run_ranks(misdeclared, plan.world_size, plan, pattern, mx.Replica(role), env={"MIXLE_PLUGINS": NATIVE})
     for outcome in outcomes:
         assert said in outcome.value, outcome.value
     assert len({outcome.value for outcome in outcomes}) == 1
