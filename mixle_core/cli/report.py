@@ -85,7 +85,7 @@ def operation_text(row: Row) -> str:
     if row.operation == "none":
         return "none"
     stages = " then ".join(" x ".join(stage) for stage in row.stages)
-    return f"{row.operation} over {stages}" + (f", kept sharded on {' '.join(row.stored)}" if row.stored else "")
+    return f"{row.operation} over {stages}" + (", kept sharded" if row.stored else "")
 
 
 def verify_table(report: VerifyReport) -> Table:

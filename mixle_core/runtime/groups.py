@@ -125,6 +125,7 @@ class Mesh:
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = plan.coordinates(self.rank)
+        self.order = 0  # a hash of what owners saw called: equal on every rank when an update ends, or it is an error
         self._serial = 0
         if plan.world_size > 1:
             _counter.install()

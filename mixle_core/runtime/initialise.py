@@ -188,8 +188,6 @@ def _fill_module(
     fill: Fill,
 ) -> None:
     persistent = set(module.state_dict(keep_vars=True)) if buffers else set()
-    present = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if not t.is_meta]
-    kept = [tensor.detach().clone() for tensor in present]  # the module's initialiser does not know that these have values
     whole: dict[str, torch.Tensor] = {}
     for local, old in {**fresh, **buffers}.items():
         whole[local] = _blank(old)
@@ -208,9 +206,11 @@ def _fill_module(
         for way in _own_initialiser(model, module, raw):
             if not pending:
                 break
-            way()
-            for tensor, values in zip(present, kept, strict=True):
-                tensor.copy_(values)
+            held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            kept = {local: tensor.clone() for local, tensor in held if local not in pending and not tensor.is_meta}
+            way()  # it fills the whole module, not knowing what has its value already
+            for local, values in kept.items():
+                getattr(module, local).copy_(values)
             pending = [local for local in pending if _is_blank(module.get_buffer(local) if local in buffers else stand_ins[local])]
     if pending:
         raise LayoutError(

@@ -75,7 +75,7 @@ def _first_words(error: ChildFailedError) -> LaunchResult:
             said[rank] = (failure.exitcode, text)
     if said:
         # ranks that lost their peer say so later, and in torch's words; the exit code for bad input marks the cause
-        rank = min(said, key=lambda r: (said[r][0] != 2, said[r][0] != 1 or said[r][1].startswith("RuntimeError"), r))
+        rank = min(said, key=lambda r: (said[r][0] != 2, said[r][1].startswith("RuntimeError"), r))
         return LaunchResult(said[rank][0] if said[rank][0] > 0 else 1, said[rank][1], rank)
     rank, first = error.get_first_failure()
     how = f"signal {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exit code {first.exitcode}"

@@ -64,7 +64,7 @@ class Probe:
         Raises:
             DeclarationError: on every rank, naming parameter, axis, what was declared and what was seen.
         """
-        contradictions: list[str] = []
+        contradictions: dict[tuple[str, str], str] = {}
         confirmed: list[tuple[str, str]] = []
         for axis in sorted({axis for _, axis in self._undecided}):
             names = sorted(name for name, on in self._undecided if on == axis)
@@ -77,14 +77,17 @@ class Probe:
                 if verdict is None:
                     continue
                 if verdict:
-                    contradictions.append(verdict)
+                    contradictions[name, axis] = verdict
                 else:
                     confirmed.append((name, axis))
         self._seen.clear()
         # ranks of different data coordinates may have seen different things: decided anywhere is decided, wrong anywhere is wrong
         gathered = self._mesh.gather_objects((confirmed, contradictions))
         self._undecided -= {tuple(pair) for theirs, _ in gathered for pair in theirs}
-        wrong = sorted({line for _, lines in gathered for line in lines})
+        first: dict[tuple[str, str], str] = {}
+        for _, found in gathered:
+            first = {**found, **first}
+        wrong = [first[pair] for pair in sorted(first)]
         if wrong:
             raise DeclarationError(
                 explain_failure(

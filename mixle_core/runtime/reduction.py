@@ -315,13 +315,19 @@ class Reduction:
                 square_sum = local_power_sum(gradients.values())
             except Exception as error:  # every rank has to learn of it before any raises
                 failure = failure or error
-            shared = torch.tensor([square_sum, num_tokens / copies, loss_sum / copies, float(failure is not None)], dtype=torch.float64)
-            square_sum, tokens, loss, failed = self.mesh.all_reduce_control(shared).tolist()
+            numbers = [square_sum, num_tokens / copies, loss_sum / copies, float(failure is not None), *self._order()]
+            shared = torch.tensor(numbers, dtype=torch.float64)
+            square_sum, tokens, loss, failed, order, squares = self.mesh.all_reduce_control(shared).tolist()
         except Exception as error:  # this rank, or the one it waited for, is out of step with the others
             self._stopped = self.mesh.leave_word(self.update, failure or error)
             raise self._stopped from (None if self._stopped is error else error)
         self._fresh = True
-        if failed:
+        if order * order != squares * self.mesh.plan.world_size:  # equal exactly when all ranks gave the same
+            failure = failure or LedgerError(
+                f"update {self.update}: the ranks called the model's units in different orders, or left different ones out, so that their "
+                "collectives met the wrong partner; call the same units in the same order on every rank"
+            )
+        if failed or failure is not None:
             self._raise_everywhere(failure)
         if self._probe is not None:
             self._probe.judge()
@@ -362,6 +368,10 @@ class Reduction:
             handle.remove()
         if self._forward is not None:
             self.model.forward = self._forward
+
+    def _order(self) -> tuple[int, int]:
+        order, self.mesh.order = self.mesh.order % 2**16, 0
+        return order, order * order  # small enough for sums of both to be exact in float64
 
     def _observe(self, gradients: Mapping[str, torch.Tensor]) -> None:
         if self._probe is not None:
