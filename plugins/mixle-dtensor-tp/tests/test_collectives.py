@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from mixle_dtensor_tp.collectives import conversion
 
 from mixle_core import CapabilityError, Replica, Shard, Term
 from mixle_core.audit import relative_error
 from mixle_core.testing import run_ranks
-from mixle_dtensor_tp.collectives import conversion
 
 EXACT = {
     ("complete", "partial"),
@@ -25,7 +25,7 @@ EXACT = {
 }
 KINDS = ("complete", "partial", "shard", "term")
 REFUSED = sorted(set(itertools.permutations(KINDS, 2)) - EXACT)
-CASES = [(*pair, dim) for pair in sorted(EXACT) for dim in (0, 1, -1)]
+CASES = [(*pair, dim, contiguous) for pair in sorted(EXACT) for dim in (0, 1, -1) for contiguous in (False, True)]
 
 
 def lie(kind, dim):
@@ -50,19 +50,21 @@ def gradient_held(kind, dim, terms):
 
 
 def errors_on_rank():
-    """(source, target, dim) -> error of the value, error of the gradient, and whether the input kept its values."""
+    """(source, target, dim, contiguous) -> errors of value and gradient, and whether what was passed in kept its values."""
     found = {}
-    for source, target, dim in CASES:
+    for source, target, dim, contiguous in CASES:
         convert = conversion(lie(source, dim), lie(target, dim), dist.group.WORLD, "here")
         values, gradients = drawn_terms(1), drawn_terms(2)
-        before = held(source, dim, values).detach().clone().requires_grad_()
-        kept = before.detach().clone()
-        after = convert(before)
-        after.backward(gradient_held(target, dim, gradients))
-        found[source, target, dim] = (
+        before, gradient = held(source, dim, values).clone(), gradient_held(target, dim, gradients).clone()
+        if contiguous:
+            before, gradient = before.contiguous(), gradient.contiguous()
+        kept = before.clone(), gradient.clone()
+        after = convert(before.requires_grad_())
+        after.backward(gradient)
+        found[source, target, dim, contiguous] = (
             relative_error(after.detach(), held(target, dim, values)),
             relative_error(before.grad, gradient_held(source, dim, gradients)),
-            torch.equal(before.detach(), kept),
+            torch.equal(before.detach(), kept[0]) and torch.equal(gradient, kept[1]),
         )
     return found
 
@@ -73,9 +75,9 @@ def errors(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("source", "target", "dim"), CASES)
-def test_value_and_gradient_equal_one_process_and_the_input_stays(source, target, dim, world_size):
-    seen = [of_rank[source, target, dim] for of_rank in errors(world_size)]
+@pytest.mark.parametrize(("source", "target", "dim", "contiguous"), CASES)
+def test_value_and_gradient_equal_one_process_and_what_was_passed_in_stays(source, target, dim, contiguous, world_size):
+    seen = [of_rank[source, target, dim, contiguous] for of_rank in errors(world_size)]
     assert len(seen) == world_size
     assert all(value <= 1e-6 and gradient <= 1e-6 and kept for value, gradient, kept in seen), seen
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import attrs
 import pytest
+import torch
 
-from mixle_core import ParallelPlan
-from mixle_core.audit import verify
+from mixle_core import ParallelPlan, attach
+from mixle_core.audit import reference_model, verify
 from mixle_core.testing import ToyLayout, next_token_loss, run_ranks, tied_toy_model, token_batch, toy_model
 
 PLANS = {
@@ -79,19 +81,29 @@ def verify_on_rank(plan, name):
     )
 
 
-def verify_all_on_rank(plan):
-    return {name: verify_on_rank(plan, name) for name in VARIANTS}
+ON_FOUR_RANKS = (
+    "one-backward-clipped",
+    "four-backwards-and-a-trailing-window-of-two",
+    "tied-embedding-and-head",
+    "frozen-embedding-norms-and-block",
+    "recomputed-blocks",
+    "branch-unused-in-one-window",
+)
+CELLS = [(name, variant) for name, plan in PLANS.items() for variant in (VARIANTS if plan.tp == 2 else ON_FOUR_RANKS)]
+
+
+def verify_all_on_rank(plan_name):
+    return {variant: verify_on_rank(PLANS[plan_name], variant) for name, variant in CELLS if name == plan_name}
 
 
 @functools.cache
 def reports(plan_name):
     """Every variant in one start of the processes: per rank, variant -> report."""
-    plan = PLANS[plan_name]
-    return [outcome.value for outcome in run_ranks(verify_all_on_rank, plan.tp, plan, env=ENV, timeout_s=60)]
+    outcomes = run_ranks(verify_all_on_rank, PLANS[plan_name].tp, plan_name, env=ENV, timeout_s=60)
+    return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("plan_name", list(PLANS))
+@pytest.mark.parametrize(("plan_name", "variant"), CELLS)
 def test_equals_one_process(plan_name, variant):
     mine = [of_rank[variant] for of_rank in reports(plan_name)]
     assert len(mine) == PLANS[plan_name].tp
@@ -104,6 +116,26 @@ def test_every_rank_sees_the_norms_and_tokens_of_the_whole(plan_name):
         updates = of_rank["four-backwards-and-a-trailing-window-of-two"].updates
         assert all(update.norm_error <= 1e-6 and update.inf_norm_error <= 1e-6 for update in updates)
         assert [update.num_tokens for update in updates] == [4 * 14, 2 * 14, 4 * 14]
+
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+
+
+def norms_on_rank(plan):
+    """Per kind of norm: this rank's answer, and that of one process."""
+    reduction, reference = attach(toy_model(), plan, plugins={"toy": ToyLayout()}), reference_model(toy_model, 0)
+    for module in (reduction.module, reference):
+        next_token_loss(module, token_batch(0, 0, 0))[0].backward()
+    reduced = reduction.finish(14)
+    gradients = [parameter.grad / 14 for parameter in reference.parameters()]
+    return [(reduced.norm(kind), float(torch.nn.utils.get_total_norm(gradients, kind))) for kind in NORMS]
+
+
+@pytest.mark.parametrize("plan_name", ["tp4", "tp4-sp"])
+def test_every_rank_counts_each_value_once_in_a_norm_of_any_kind(plan_name):
+    outcomes = run_ranks(norms_on_rank, 4, PLANS[plan_name], env=ENV, timeout_s=60)
+    assert all(outcome.value == outcomes[0].value for outcome in outcomes)
+    assert all(ours == pytest.approx(wanted, rel=1e-6) for ours, wanted in outcomes[0].value)
 
 
 @pytest.mark.parametrize("plan_name", ["tp2", "tp2-sp"])

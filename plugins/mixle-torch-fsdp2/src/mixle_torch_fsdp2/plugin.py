@@ -36,9 +36,9 @@ def _unfit(layouts: Layouts) -> Refusal | None:
         unit = units[layout.name]
         apart = [name for name in layout.aliases if units[name] != unit]
         if apart:
+            where = f"{unit or 'the root'} and {units[apart[0]] or 'the root'}"
             return Refusal(
-                f"{layout.name} and {apart[0]} are one tied parameter in two units ({unit or 'the root'}, {units[apart[0]] or 'the root'}), "
-                "and fully_shard gathers a parameter in one",
+                f"{layout.name} and {apart[0]} are one tied parameter in two units ({where}), and fully_shard gathers a parameter in one",
                 "untie them, declare units in a layout that keep both in one unit or outside of all, or set dp_shard=1",
             )
         if not layout.shape:

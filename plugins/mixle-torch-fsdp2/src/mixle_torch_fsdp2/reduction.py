@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -20,13 +21,15 @@ from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, named_m
 class _Shell(nn.Module):
     """A root without parameters around the model: its own backward makes every unit reduce what it accumulated."""
 
-    def __init__(self, module: FSDPModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():  # no backward follows that would, and a step must not leave old values gathered
+        if not torch.is_grad_enabled():
+            # the model's own group stays gathered for a backward; none follows, and a step would not reach what is gathered
+            assert isinstance(self.module, FSDPModule)
             self.module.reshard()
         return output
 
@@ -95,8 +98,6 @@ class FSDPOwner:
             # the shell is the root, so what a root does by itself is said to the model's own group: it stays gathered
             reshard = None if unit is not model else False
             fully_shard(unit, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=self._precision(names))
-        assert isinstance(model, FSDPModule)
-        self._model = model
         self._shell = _Shell(model)
         fully_shard(self._shell, mesh=device_mesh)
         register_fsdp_forward_method(self._shell, "tick")
@@ -104,10 +105,12 @@ class FSDPOwner:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        self._shell.set_reduce_scatter_unused_params(True)
         self._parameters = {n: p for n, p in logical_parameters(model, self._layouts.transparent).items() if n in self._rows}
         self._model_axes = sorted({tuple(a for a in row.reduced if a == "tp") for row in rows} - {()})
         self._groups = {reduced: mesh.group(reduced, owner) for reduced in self._model_axes}
         self._handles: list[Any] = [self._shell.register_forward_pre_hook(self._before_forward)]
+        self._handles += [unit.register_forward_pre_hook(partial(self._called, number)) for number, unit in enumerate(units)]
         with torch.no_grad():
             self._shell.tick(torch.zeros(1, device=mesh.device))  # torch takes the module that runs first for the root
         self._gathered: dict[str, torch.Tensor] = {}
@@ -136,11 +139,14 @@ class FSDPOwner:
         self._used.add(name)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._model.reshard()  # after a forward without a backward it would still be gathered, with the values of then
         if torch.is_grad_enabled():
             self._usage.next_forward()
             self._forwards += 1
             self._last_synced = self._may_overlap and not self._in_no_sync
+
+    def _called(self, number: int, module: nn.Module, args: Any) -> None:
+        # collectives pair by order: ranks that call other units of the same size would exchange parameters in silence
+        self._mesh.order = zlib.crc32(number.to_bytes(4), self._mesh.order)
 
     @property
     def _may_overlap(self) -> bool:
@@ -148,10 +154,7 @@ class FSDPOwner:
         return self._usage.varies is False or self._plan.num_backwards == 1
 
     def _set_sync(self) -> None:
-        sync = self._may_overlap and not self._in_no_sync
-        self._reduce_in_backward(sync)
-        # a parameter that only other ranks use travels as zeros; torch makes them right only where nothing was accumulated
-        self._shell.set_reduce_scatter_unused_params(True)
+        self._reduce_in_backward(self._may_overlap and not self._in_no_sync)
 
     def _reduce_in_backward(self, sync: bool) -> None:
         self._shell.set_requires_gradient_sync(sync)
@@ -177,15 +180,19 @@ class FSDPOwner:
             self._shell.tick(torch.zeros(1, device=self._mesh.device, requires_grad=True)).sum().backward()
 
     def _flush(self, unused: frozenset[str]) -> None:
-        """Reduce what was accumulated, the same parameters on every rank: zeros from those that did not use one."""
+        """Reduce what was accumulated, the same parameters on every rank: zeros from those that did not use one.
+
+        torch's own zeros have the parameter's dtype and not that of what was accumulated, so here they are made by hand.
+        """
         absent = [name for name in self._rows if name not in unused and name not in self._used]
         for name in absent:
             self._gathered[name].grad = torch.zeros_like(self._gathered[name])
         if absent:
-            self._tick(sync=False)  # they join what earlier backwards accumulated, in its dtype
-        self._shell.set_reduce_scatter_unused_params(False)
+            self._tick(sync=False)
         self._forwards += 1
+        self._shell.set_reduce_scatter_unused_params(False)
         self._tick(sync=True)
+        self._shell.set_reduce_scatter_unused_params(True)
 
     def finish(self, observe: Observe) -> OwnerReduction:
         """Reduce what the last backward did not, and sum over tp what is partial there."""

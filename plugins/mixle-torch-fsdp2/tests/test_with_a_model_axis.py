@@ -1,0 +1,113 @@
+"""Replicas of a model axis: shards of partial gradients are summed over it once per update, complete ones are left alone."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mixle_core import AxisClaim, ModelLayout, ModuleLayout, ParallelPlan, Replica, hookimpl
+from mixle_core.audit import verify
+
+FSDP2_TP2 = ParallelPlan(dp_shard=2, tp=2, gradient_accumulation_steps=2)
+
+
+class Sum(torch.autograd.Function):
+    """Sum over the tp ranks; each computed one term, so the gradient passes."""
+
+    @staticmethod
+    def forward(ctx, values, group):
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Model(nn.Module):
+    """`mixed` is used in parts, each tp rank with its own columns; `whole` by every tp rank alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Linear(8, 4, bias=False)
+        self.whole = nn.Linear(4, 4)
+        self.mesh = None
+
+    def forward(self, values):
+        if self.mesh is None:
+            return self.whole(self.mixed(values))
+        mine = torch.zeros(8)
+        mine[self.mesh.coordinates["tp"] * 4 :][:4] = 1.0
+        return self.whole(Sum.apply(self.mixed(values * mine), self.mesh.group(("tp",), "double")))
+
+
+class Executor:
+    def shard(self, layout, tensor, mesh):
+        return tensor
+
+    def apply(self, model, layouts, mesh):
+        model.mesh = mesh
+
+
+class Columns:
+    """Layout and executor of the model's tp axis."""
+
+    @hookimpl
+    def declare_layout(self, model, plan):
+        modules = {
+            "mixed": ModuleLayout(parameters={"weight": Replica("partial")}),
+            "whole": ModuleLayout(parameters={"{weight,bias}": Replica("complete")}),
+        }
+        return ModelLayout(axis="tp", modules=modules)
+
+    @hookimpl
+    def own_axis(self, plan, layouts):
+        return AxisClaim(axis="tp", executor=Executor, backend="double")
+
+
+def build(trained):
+    torch.manual_seed(0)
+    model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    return model
+
+
+def squares(module, batch):
+    return module(batch).square().sum(), batch.shape[0]
+
+
+def rows(update, backward, data_rank):
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * update + 10 * backward + data_rank))
+
+
+def cell(trained, plan):
+    return verify(
+        lambda: build(trained), plan, loss=squares, batch=rows, windows=[2, 1, 2], plugins={"columns": Columns()}, max_grad_norm=0.5
+    )
+
+
+GATHERED = 4 * (32 + 20)
+"""Bytes of the whole model, frozen parts too; each of the two backwards gathers it once."""
+
+
+@pytest.mark.parametrize(
+    ("trained", "calls", "reduced"),
+    [(("mixed", "whole"), 4, 4 * (32 + 20) + 4 * 16), (("mixed",), 4, 4 * 32 + 4 * 16), (("whole",), 3, 4 * 20)],
+    ids=["both", "partial", "complete"],
+)
+def test_each_kind_is_summed_over_its_axes_and_no_further(ranks, trained, calls, reduced):
+    """One reduce-scatter over dp_shard, then one sum over tp of the shards that are partial there."""
+    report = ranks(cell, 4, trained, FSDP2_TP2)[0].value
+    assert report.passed(1e-5), report
+    assert report.collectives == {"torch-fsdp2": calls}
+    assert report.payload_bytes == {"torch-fsdp2": 2 * GATHERED + reduced}
+
+
+def test_the_same_when_use_may_vary(ranks):
+    report = ranks(cell, 4, ("mixed", "whole"), attrs.evolve(FSDP2_TP2, unused_parameters=True))[0].value
+    assert report.passed(1e-5), report
