@@ -123,9 +123,7 @@ def plan_cells(name, plan):
     two, four = (attrs.evolve(plan, gradient_accumulation_steps=steps) for steps in (2, 4))
     return {
         f"{name}: one backward, clipped": Cell(plan),
-        f"{name}: one backward": Cell(plan, clip=None),
         f"{name}: four backwards and a window of two, clipped": Cell(four, windows=[4, 2, 4]),
-        f"{name}: four backwards and a window of two": Cell(four, windows=[4, 2, 4], clip=None),
         f"{name}: rows that do not divide": Cell(two, "uneven_rows", "33-words", windows=[2, 1, 2]),
         f"{name}: tied weights": Cell(two, "tied"),
         f"{name}: frozen parameters and a frozen unit": Cell(two, "frozen"),
@@ -137,6 +135,8 @@ def plan_cells(name, plan):
 
 TWO = attrs.evolve(FSDP2, gradient_accumulation_steps=2)
 CELLS = {
+    "fsdp2: one backward": Cell(FSDP2, clip=None),
+    "fsdp2: four backwards and a window of two": Cell(attrs.evolve(FSDP2, gradient_accumulation_steps=4), windows=[4, 2, 4], clip=None),
     **plan_cells("fsdp2", FSDP2),
     **plan_cells("hsdp2x2", HSDP),
     "fsdp4: rows that do not divide, and a rank without any": Cell(ParallelPlan(dp_shard=4), "uneven_rows", "33-words"),

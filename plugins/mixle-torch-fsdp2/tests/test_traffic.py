@@ -105,29 +105,32 @@ def expected(backwards, *, hybrid=False):
     return traffic | ({"dp_replicate|allreduce": (BLOCKS + 1, (BLOCKS * UNIT + ROOT) // 2)} if hybrid else {})
 
 
-@pytest.mark.parametrize("backwards", [1, 2])
+def compared(plan):
+    """For 1 and for 2 accumulated backwards."""
+    return {backwards: both(attrs.evolve(plan, gradient_accumulation_steps=backwards)) for backwards in (1, 2)}
+
+
 @pytest.mark.parametrize("plan", [ParallelPlan(dp_shard=2), ParallelPlan(dp_replicate=2, dp_shard=2)], ids=["fsdp2", "hsdp2x2"])
-def test_calls_and_bytes_of_an_update_equal_those_of_the_loop_written_by_hand(ranks, plan, backwards):
-    plan = attrs.evolve(plan, gradient_accumulation_steps=backwards)
-    for outcome in ranks(both, plan.world_size, plan):
-        mine, hand = outcome.value
-        assert mine[1] == mine[2] == hand[1] == hand[2] == expected(backwards, hybrid=plan.dp_replicate > 1)
-        assert mine[0] == mine[1], "the first update costs no call more either"
+def test_calls_and_bytes_of_an_update_equal_those_of_the_loop_written_by_hand(ranks, plan):
+    for outcome in ranks(compared, plan.world_size, plan):
+        for backwards, (mine, hand) in outcome.value.items():
+            assert mine[1] == mine[2] == hand[1] == hand[2] == expected(backwards, hybrid=plan.dp_replicate > 1)
+            assert mine[0] == mine[1], "the first update costs no call more either"
 
 
-def test_bf16_gathers_half_as_much_as_the_loop_written_by_hand_does(ranks):
-    for outcome in ranks(both, 2, ParallelPlan(dp_shard=2, precision="bf16")):
-        mine, hand = outcome.value
+def others():
+    two = ParallelPlan(dp_shard=2, gradient_accumulation_steps=2)
+    return {
+        "bf16": both(ParallelPlan(dp_shard=2, precision="bf16")),
+        "early": ours(ParallelPlan(dp_shard=2, gradient_accumulation_steps=3), 3, 1),
+        "varies": ours(attrs.evolve(two, unused_parameters=True)),
+    }
+
+
+def test_a_window_that_ends_early_and_use_that_may_vary_cost_no_call_more(ranks):
+    for outcome in ranks(others, 2):
+        assert outcome.value["early"] == outcome.value["varies"] == [expected(2)] * 3
+        mine, hand = outcome.value["bf16"]
         assert mine[2] == hand[2]
-        assert mine[2]["dp_shard|allgather_base"][1] * 2 == expected(1)["dp_shard|allgather_base"][1]
         assert mine[2]["dp_shard|reduce_scatter_base"] == expected(1)["dp_shard|reduce_scatter_base"]
-
-
-def test_a_window_that_ends_early_reduces_once_and_gathers_nothing_for_it(ranks):
-    for outcome in ranks(ours, 2, ParallelPlan(dp_shard=2, gradient_accumulation_steps=3), 3, 1):
-        assert outcome.value == [expected(2)] * 3
-
-
-def test_use_that_may_vary_costs_no_call_more(ranks):
-    for outcome in ranks(ours, 2, ParallelPlan(dp_shard=2, gradient_accumulation_steps=2, unused_parameters=True)):
-        assert outcome.value == [expected(2)] * 3
+        assert 2 * mine[2]["dp_shard|allgather_base"][1] == expected(1)["dp_shard|allgather_base"][1]

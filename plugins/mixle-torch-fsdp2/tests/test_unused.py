@@ -99,14 +99,19 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize(("use", "name"), [("branch-by-no-rank", "branch"), ("branch-by-one-rank", "branch"), ("unit-by-no-rank", "down")])
-def test_a_parameter_unused_after_it_was_used_everywhere_is_an_error_on_every_rank(ranks, use, name):
-    for outcome in ranks(trained, 2, use, FSDP2, 4):
-        done, kind, text = outcome.value
-        assert done == [0, 1]
-        assert kind in ((LedgerError, UsageError) if "one" in use else (LedgerError,))
-        assert f"blocks.1.{name}.weight: not reduced by torch-fsdp2" in text and "embed" not in text
-        assert WAY_OUT in text
+def surprises(uses):
+    return {use: trained(use, FSDP2, 4) for use in uses}
+
+
+def test_a_parameter_unused_after_it_was_used_everywhere_is_an_error_on_every_rank(ranks):
+    parameters = {"branch-by-no-rank": "branch", "branch-by-one-rank": "branch", "unit-by-no-rank": "down"}
+    for outcome in ranks(surprises, 2, list(parameters)):
+        for use, name in parameters.items():
+            done, kind, text = outcome.value[use]
+            assert done == [0, 1]
+            assert kind in ((LedgerError, UsageError) if "one" in use else (LedgerError,))
+            assert f"blocks.1.{name}.weight: not reduced by torch-fsdp2" in text and "embed" not in text
+            assert WAY_OUT in text
 
 
 @pytest.mark.parametrize("plan", [FSDP2, attrs.evolve(HSDP, unused_parameters=True)], ids=["fsdp2", "hsdp2x2-may-vary"])
@@ -141,8 +146,8 @@ ORDERS = {
 }
 
 
-def layers_in_order(case, plan):
-    reduction = attach(Layers(), plan)
+def layers_in_order(case, unused_parameters):
+    reduction = attach(Layers(), attrs.evolve(FSDP2, unused_parameters=unused_parameters))
     for update in range(3):
         order = ORDERS[case][reduction.mesh.rank] if update == 1 else (0, 1, 2)
         reduction.module(torch.ones(2, 4), order).sum().backward()
@@ -154,17 +159,17 @@ def layers_in_order(case, plan):
     return None
 
 
-@pytest.mark.parametrize("unused_parameters", [None, True])
-@pytest.mark.parametrize("case", list(ORDERS))
-def test_ranks_that_call_as_many_units_but_others_are_found_out(ranks, case, unused_parameters):
+def all_orders():
+    return {(case, flag): layers_in_order(case, flag) for case in ORDERS for flag in (None, True)}
+
+
+def test_ranks_that_call_as_many_units_but_others_are_found_out(ranks):
     """Their collectives have equal sizes, so fully_shard exchanges parts of different layers and says nothing."""
-    for outcome in ranks(layers_in_order, 2, case, attrs.evolve(FSDP2, unused_parameters=unused_parameters)):
-        if case == "all-the-other-way-round":
-            assert outcome.value is None
-            continue
-        update, text = outcome.value
-        assert update == 1
-        if case == "other-order" or unused_parameters:
-            assert "call the same units in the same order on every rank" in text
-        else:
-            assert "not reduced by torch-fsdp2" in text
+    for outcome in ranks(all_orders, 2):
+        found = outcome.value
+        for flag in (None, True):
+            assert found["all-the-other-way-round", flag] is None
+            assert found["other-order", flag][0] == found["each-drops-another", flag][0] == 1
+            assert "call the same units in the same order on every rank" in found["other-order", flag][1]
+        assert "call the same units in the same order on every rank" in found["each-drops-another", True][1]
+        assert "not reduced by torch-fsdp2" in found["each-drops-another", None][1]
