@@ -134,6 +134,17 @@ def test_gradients_that_were_not_dropped_are_caught_at_every_call_until_they_are
     assert one_update(reduction, 1).skipped is None
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_clipping_leaves_gradients_alone_that_are_not_finite(value):
+    reduction = mx.attach(toy_model(), Plan(), plugins={})
+    loss, tokens = next_token_loss(reduction.module, token_batch(0, 0, 0))
+    (loss + reduction.module.norm.weight[3] * value).backward()
+    before = {name: parameter.grad.clone() for name, parameter in reduction.named_parameters()}
+    reduced = reduction.finish(tokens)
+    assert not reduced.finite and reduced.nonfinite == ("norm.weight",) and reduced.clip_(1.0) == 1.0
+    assert all(torch.equal(gradient, before[name]) or name == "norm.weight" for name, gradient in reduced.gradients.items())
+
+
 def no_token_anywhere():
     reduction = mx.attach(toy_model(), Plan(dp_replicate=2), plugins=OURS)
     loss, tokens = next_token_loss(reduction.module, torch.zeros(2, 4, dtype=torch.long))

@@ -1,7 +1,7 @@
-"""The session against a hand-written loop of one process: windows, token counts, losses, clipping, schedule, routes, bad input."""
+"""The session against a hand-written loop of one process: windows, token counts, losses, clipping, schedule, routes."""
 
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import mixle_core as mx
 from mixle_core.audit import reference_model, relative_error
-from mixle_core.testing import OwnsEverything, next_token_loss, run_ranks, token_batch, toy_model
+from mixle_core.testing import OwnsEverything, SumOwner, next_token_loss, run_ranks, token_batch, toy_model
 
 Plan = mx.ParallelPlan
 CLIP, SEED = 0.5, 3
@@ -126,6 +126,43 @@ def test_evaluate_is_the_mean_over_the_tokens_of_all_ranks():
     assert [outcome.value[2] for outcome in outcomes] == pytest.approx([wanted, wanted], rel=1e-5)
 
 
+class Watches(SumOwner):
+    """Notes for each forward whether it runs inside `no_sync()`."""
+
+    inside = False
+
+    def install(self, model, rows, mesh):
+        model.trail = []
+        model.register_forward_pre_hook(lambda module, args: module.trail.append(self.inside))
+        return super().install(model, rows, mesh)
+
+    @contextmanager
+    def no_sync(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+
+class OwnsWatching(OwnsEverything):
+    @mx.hookimpl
+    def own_reduction(self, plan, layouts):
+        return mx.Claim(owner=lambda: Watches(plan, ()), parameters=layouts.trainable, axes={"dp_replicate"}, backend="double")
+
+
+def watched_session():
+    plan = Plan(dp_replicate=2, microbatches=2, gradient_accumulation_steps=2)
+    session = mx.prepare(toy_model(), plan, loss=next_token_loss, optimizer=adamw, plugins={"double": OwnsWatching()})
+    for number in range(3):
+        session.train_batch(ids_for("even", number, dist.get_rank()))
+    session.finish_accumulation()
+    return session.reduction.model.trail
+
+
+def test_all_microbatches_but_the_last_of_a_full_window_run_inside_no_sync():
+    for outcome in run_ranks(watched_session, 2, timeout_s=60):
+        assert outcome.value == [True, True, True, False, True, True]
+
+
 def one_process(loss=next_token_loss, optimizer=adamw, **options):
     model = toy_model()
     plan = options.pop("plan", Plan())
@@ -181,78 +218,6 @@ def test_routes_give_each_pattern_its_optimizer():
         rate = 0.1 if name.endswith("weight") else 0.3
         assert relative_error(values(session)[name], before[name] - rate * parameter.grad / tokens) < 1e-6, name
     assert receipt.learning_rate == 0.1 and list(session.optimizers) == list(routes)
-
-
-@pytest.mark.parametrize(
-    ("routes", "error", "text"),
-    [
-        ({"**.weight": adamw}, mx.OwnershipError, r"exactly one optimizer; none for 9 of 22\n  blocks\.\*\.branch\.bias \(2 of them\)"),
-        ({"**": adamw, "embed.*": adamw}, mx.OwnershipError, r"several for 1 of 22: embed\.weight: claimed by \*\* and embed\.\*"),
-        ({"**": adamw, "lora.*": adamw}, mx.UsageError, r"optimizer pattern 'lora\.\*' routes no trainable parameter"),
-        (lambda parameters: None, mx.UsageError, r"optimizer '\*\*': the factory returned NoneType, expected a torch\.optim\.Optimizer"),
-    ],
-)
-def test_routes_that_do_not_fit_are_refused_and_leave_the_model_free(routes, error, text):
-    model = toy_model()
-    with pytest.raises(error, match=text):
-        mx.prepare(model, Plan(), loss=next_token_loss, optimizer=routes, plugins={"double": OwnsEverything()})
-    mx.prepare(model, Plan(), loss=next_token_loss, optimizer=adamw, plugins={})
-    model(token_batch(0, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
-        (torch.ones(1, 4), "batch has 1 rows for microbatches=2; pass at least one row for each microbatch"),
-        ({"a": torch.ones(2), "b": [torch.ones(3, 1)]}, r"batch: tensors with \[2, 3\] rows on dim 0; expected one number of rows"),
-        ({"a": torch.tensor(1.0)}, "batch: tensors with no rows on dim 0"),
-    ],
-)
-def test_batches_that_cannot_be_cut_are_refused(batch, text):
-    with pytest.raises(mx.UsageError, match=text):
-        one_process(plan=Plan(microbatches=2)).train_batch(batch)
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (lambda module, ids: (module(ids).sum(-1), 4), r"loss returned a tensor of shape \[2, 8\]: expected a summed scalar"),
-        (
-            lambda module, ids: (module(ids).sum().detach(), 4),
-            r"loss returned a tensor of shape \[\]: expected a summed scalar with a gradient",
-        ),
-    ],
-)
-def test_a_loss_that_is_no_summed_scalar_is_refused(loss, text):
-    with pytest.raises(mx.UsageError, match=text):
-        one_process(loss=loss).train_batch(token_batch(0, 0, 0))
-
-
-def test_limits_that_cannot_be_are_refused_before_anything_happens():
-    with pytest.raises(mx.UsageError, match="max_grad_norm=0: expected a number above 0, or None"):
-        one_process(max_grad_norm=0)
-    with pytest.raises(mx.PlanError, match="precision='fp8': expected one of fp32, bf16"):
-        one_process(precision="fp8")
-
-
-class Pair(NamedTuple):
-    ids: torch.Tensor
-    extra: Any
-
-
-def test_rows_are_cut_as_evenly_as_possible_in_every_container():
-    pieces = []
-
-    def loss(module, batch):
-        pieces.append(batch)
-        return next_token_loss(module, batch["two"].ids)
-
-    session = one_process(loss=loss, plan=Plan(microbatches=2))
-    ids = token_batch(0, 0, 0, rows=5)
-    receipt = session.train_batch({"two": Pair(ids, [torch.arange(5)]), "factor": torch.tensor(2.0), "name": "x"})
-    assert [len(piece["two"].ids) for piece in pieces] == [3, 2] and receipt.num_local_examples == 5
-    assert torch.equal(torch.cat([piece["two"].ids for piece in pieces]), ids)
-    assert pieces[1]["two"].extra[0].tolist() == [3, 4] and pieces[1]["factor"] == 2.0 and pieces[1]["name"] == "x"
 
 
 def test_a_skipped_update_changes_nothing_and_the_next_one_is_exact():

@@ -156,7 +156,8 @@ def nested():
         with reduction.no_sync():
             reduction.module(rows(0, 0, reduction.mesh.rank)).sum().backward()
         reduction.module(rows(0, 1, reduction.mesh.rank)).sum().backward()
-    return update_error(reduction.finish(6), 0, 2)
+    reduction.module(rows(0, 2, reduction.mesh.rank)).sum().backward()
+    return update_error(reduction.finish(9), 0, 3)
 
 
 def test_nested_no_sync_ends_with_the_outer_one(ranks):
