@@ -28,6 +28,9 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 
+_GRACE_S = 1.0
+"""A rank that is done waits so long for the others: gloo may fail their last collective when its connections close at once."""
+
 
 @attrs.frozen
 class Outcome:
@@ -95,7 +98,7 @@ def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping
         outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
         sent = pickle.dumps(outcome)
     pipe.send_bytes(sent)
-    pipe.close()
+    pipe.poll(_GRACE_S)  # ready when the other side closes: all ranks are done
     os._exit(0 if outcome.error is None else 1)  # gloo threads of a failed rank would hold an orderly exit up
 
 
@@ -122,7 +125,7 @@ def run_ranks(
         store = f"{folder}/store"
         ranks = []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe()
             call = (rank, world_size, store, group_timeout_s, {**os.environ, **(env or {})}, sender, _reference(function), args)
             process = context.Process(target=_main, args=call, daemon=True)
             process.start()
@@ -150,6 +153,8 @@ def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[Outcome]:
                 outcomes[rank] = pickle.loads(receiver.recv_bytes())  # noqa: S301 - of a process started here
             except EOFError:  # the process died without a word
                 outcomes[rank] = Outcome(rank)
+    for _, receiver in ranks:
+        receiver.close()
     for rank, (process, _) in enumerate(ranks):
         process.join(timeout=5.0 if rank in outcomes else 0.0)
         if process.is_alive():
