@@ -22,6 +22,7 @@ class Ledger:
         """Add what `owner` says it reduced."""
         for name, number in counts.items():
             if self._expected.get(name) != owner:
+                self._counts = dict.fromkeys(self._expected, 0)
                 raise LedgerError(f"{owner} reduced {name}, which belongs to {self._expected.get(name, 'nobody')}")
             self._counts[name] += number
 

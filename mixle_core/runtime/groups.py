@@ -69,9 +69,7 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
         CapabilityError: the world has another size than the plan.
         UsageError: the plan needs several processes and none were launched; incomplete launch variables.
     """
-    if device is None:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or _default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -100,6 +98,13 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
         if os.environ.get(name, str(value)) != str(value):
             raise UsageError(f"{name}={os.environ[name]} in the environment, but the process group says {value}; unset the stray variable")
     return device
+
+
+def _default_device() -> torch.device:
+    local = os.environ.get("LOCAL_RANK", "0")
+    if not local.isdigit():
+        raise UsageError(f"LOCAL_RANK={local!r} in the environment: expected the number of this process on its machine")
+    return torch.device("cuda", int(local)) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _refuse_world(plan: ParallelPlan, found: int, where: str) -> None:

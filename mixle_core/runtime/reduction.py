@@ -177,7 +177,9 @@ def attach(
     try:
         device = start_processes(plan, torch.device(device) if device is not None else None)
         won = arbitration(model, plan, backend, plugins)
-        extra = {"seed": seed, "torch": torch.__version__, "device": device.type}
+        boundaries = {axis: {name: repr(module) for name, module in on.items()} for axis, on in won.layouts.modules.items()}
+        extra = {"seed": seed, "torch": torch.__version__, "device": device.type, "boundaries": boundaries}
+        extra["executors"] = dict(won.table.executors)
         document = agreement_document(plan, won.plugins.versions, won.layouts, won.table, extra)
     except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
         failure = error
@@ -222,16 +224,20 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
         failure = error
     raise_everywhere(mesh, failure)
     equalise_copies(model, won.layouts, mesh, filled)
-    for executor in executors.values():
-        executor.apply(model, won.layouts, mesh)
-    mark_cut(model, tuple(executors))
-    if mesh.plan.activation_checkpointing:
-        recompute_units(model, won.layouts)
     module = model
     owners: dict[str, Owner] = {}
-    for name, (claim, rows) in sorted(won.winners.items(), key=lambda item: (item[0] == LOCAL_OWNER, item[0])):
-        owners[name] = _LocalOwner(won.layouts.transparent) if name == LOCAL_OWNER else claim.owner()
-        module = owners[name].install(module, rows, mesh)
+    try:
+        for executor in executors.values():
+            executor.apply(model, won.layouts, mesh)
+        mark_cut(model, tuple(executors))
+        if mesh.plan.activation_checkpointing:
+            recompute_units(model, won.layouts)
+        for name, (claim, rows) in sorted(won.winners.items(), key=lambda item: (item[0] == LOCAL_OWNER, item[0])):
+            owners[name] = _LocalOwner(won.layouts.transparent) if name == LOCAL_OWNER else claim.owner()
+            module = owners[name].install(module, rows, mesh)
+    except Exception as error:
+        failure = error
+    raise_everywhere(mesh, failure)
     data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
     log.debug("attached", plan=mesh.plan.describe(), owners=list(owners), parameters=len(won.table))

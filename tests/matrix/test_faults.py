@@ -157,6 +157,15 @@ def test_a_wrong_declaration_is_an_error_on_every_rank_at_the_first_update(axes,
     assert len({outcome.value for outcome in outcomes}) == 1
 
 
+class WithoutDropout(ToyLayout):
+    """The same roles with another boundary."""
+
+    @mx.hookimpl
+    def declare_layout(self, model, plan):
+        layout = super().declare_layout(model, plan)
+        return attrs.evolve(layout, modules={**layout.modules, "blocks.0": mx.ModuleLayout(sharded_dropout=True)})
+
+
 def other_plugins_on_the_last_rank(difference):
     rank, plan = dist.get_rank(), Plan(dp_shard=2)
     model, seed, plugins = toy_model(), 0, {"toy": ToyLayout()}
@@ -171,6 +180,8 @@ def other_plugins_on_the_last_rank(difference):
         model.head.weight.requires_grad_(False)
     if last and difference == "layout":
         plugins = {"toy": ToyLayout({"norm": mx.Replica("partial")})}
+    if last and difference == "boundaries":
+        plugins = {"toy": WithoutDropout()}
     if last and difference == "broken":
         os.environ["MIXLE_PLUGINS"] = "torch-fsdp3"
     started = time.monotonic()
@@ -189,6 +200,7 @@ def other_plugins_on_the_last_rank(difference):
         ("mesh", "at plan.dp_replicate: 2 against 1"),
         ("trainable", "trainable: false against true"),
         ("layout", 'roles.tp: "Replica(partial)" against "Replica(complete)"'),
+        ("boundaries", "at extra.boundaries.tp.blocks.0"),
         ("broken", "no plugin named 'torch-fsdp3' is installed (did you mean 'torch-fsdp2'?)"),
     ],
 )

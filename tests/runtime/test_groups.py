@@ -169,6 +169,12 @@ def test_incomplete_launch_variables_are_named_before_anything_waits(monkeypatch
     assert not dist.is_initialized()
 
 
+def test_a_local_rank_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(mx.UsageError, match="LOCAL_RANK='first' in the environment: expected the number of this process"):
+        start_processes(Plan())
+
+
 def join_a_launched_world():
     """What a launcher leaves: no process group yet, the variables in the environment."""
     with socket.socket() as free:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import attrs
 import pytest
 import torch
@@ -136,3 +138,25 @@ def recovers():
 
 def test_the_update_after_the_error_runs(ranks):
     assert all(outcome.value == ([2], None) for outcome in ranks(recovers, 2))
+
+
+def forgets():
+    """The second update does not use at all what the first used before its last backward."""
+    reduction = attach(Stack(16), attrs.evolve(DDP2, gradient_accumulation_steps=2, unused_parameters=False))
+    for update in range(2):
+        for backward in range(2):
+            with reduction.no_sync() if backward == 0 else nullcontext():
+                reduction.module(torch.ones(2, 16), use=update == backward == 0).sum().backward()
+        try:
+            reduction.finish(4)
+        except LedgerError as error:
+            return update, str(error)
+        reduction.zero()
+    return None
+
+
+def test_the_zeros_that_complete_a_bucket_do_not_count_as_use(ranks):
+    for outcome in ranks(forgets, 2):
+        update, text = outcome.value
+        assert update == 1
+        assert "optional.weight: not reduced by torch-ddp" in text

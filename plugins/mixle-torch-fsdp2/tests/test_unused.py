@@ -62,7 +62,9 @@ def test_use_that_varies_is_found_by_the_first_update(check):
 
 
 def test_the_same_in_bf16_where_accumulated_and_fresh_gradients_differ_in_dtype(check):
-    check(attrs.evolve(FSDP2, gradient_accumulation_steps=2, precision="bf16"), FOUND, tolerance=5e-2)
+    plan = attrs.evolve(FSDP2, gradient_accumulation_steps=2, precision="bf16")
+    check(plan, FOUND, tolerance=5e-2)
+    check(attrs.evolve(plan, unused_parameters=True), ["on-one-rank-and-nowhere-in-the-second-update"], tolerance=5e-2)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
