@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,24 +74,24 @@ def by_hand(bucket_mb, window, updates):
     return found
 
 
-def both(bucket_mb, window):
-    """The fourth update of each: by then DistributedDataParallel has rebuilt its buckets."""
-    mine = ours(bucket_mb, window, 4, 0)  # first, since counting starts with a mesh
-    return mine, by_hand(bucket_mb, window, 4)
+BUCKETS = {25: 1, 1: LAYERS}
+"""Bucket size in MB -> calls: all gradients at once, or a layer at a time."""
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize(("bucket_mb", "buckets"), [(25, 1), (1, LAYERS)])
-def test_calls_and_bytes_of_an_update_equal_those_of_the_loop_written_by_hand(ranks, bucket_mb, buckets, window):
-    for outcome in ranks(both, 2, bucket_mb, window):
-        mine, hand = outcome.value
-        assert mine[3] == hand[3] == {"allreduce": (buckets, LAYERS * LAYER_BYTES)}
+def compared():
+    """Four updates of each loop: by the fourth, DistributedDataParallel has rebuilt its buckets."""
+    cases = [(bucket_mb, window) for bucket_mb in BUCKETS for window in (1, 4)]
+    return {case: (ours(*case, 4, 0), by_hand(*case, 4)) for case in cases}  # ours first: counting starts with a mesh
 
 
-def test_the_first_update_and_a_window_that_ends_early_cost_as_much(ranks):
-    for outcome in ranks(both, 2, 1, 2):
-        mine, _ = outcome.value
-        assert mine[0] == {"allreduce": (LAYERS, LAYERS * LAYER_BYTES)}
+def test_calls_and_bytes_of_an_update_equal_those_of_the_loop_written_by_hand(ranks):
+    for outcome in ranks(compared, 2):
+        for (bucket_mb, _), (mine, hand) in outcome.value.items():
+            assert mine[3] == hand[3] == {"allreduce": (BUCKETS[bucket_mb], LAYERS * LAYER_BYTES)}
+            assert mine[0] == mine[3], "the first update, which reduces after its last backward, costs as much"
+
+
+def test_a_window_that_ends_early_costs_as_much(ranks):
     for outcome in ranks(ours, 2, 1, 3, 3, 1):
         assert outcome.value == [{"allreduce": (LAYERS, LAYERS * LAYER_BYTES)}] * 3
 
