@@ -46,6 +46,8 @@ def refuse_foreign(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             found.setdefault(type(module).__mro__[0].__name__, f"module {name or 'at the root'!s}")
+        if getattr(module, "sparse", False) is True:
+            raise CapabilityError(f"{name} makes sparse gradients, which nobody reduces or clips here; set sparse=False")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             found.setdefault("DTensor parameters", name)

@@ -330,8 +330,8 @@ class Reduction:
         self._fresh = True
         if order * order != squares * self.mesh.plan.world_size:  # equal exactly when all ranks gave the same
             failure = failure or LedgerError(
-                f"update {self.update}: the ranks called the model's units in different orders, or left different ones out, so that their "
-                "collectives met the wrong partner; call the same units in the same order on every rank"
+                f"update {self.update}: the ranks called the model's units in different orders, left different ones out, or ended their "
+                "windows differently, so that collectives met the wrong partner; run the same microbatches and units on every rank"
             )
         if failed or failure is not None:
             self._raise_everywhere(failure)

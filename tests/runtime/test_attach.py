@@ -235,3 +235,9 @@ def test_a_plan_for_several_processes_in_one_says_how_to_launch():
         mx.CapabilityError, match=r"world size is 1 \(this process alone\), the plan needs 2 .* torchrun --nproc-per-node 2"
     ):
         mx.attach(toy_model(), Plan(dp_replicate=2), plugins=OURS)
+
+
+def test_a_module_with_sparse_gradients_is_refused_by_name():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(mx.CapabilityError, match="0 makes sparse gradients, which nobody reduces or clips here; set sparse=False"):
+        mx.explain(model, mx.ParallelPlan(), plugins={})

@@ -172,6 +172,6 @@ def test_ranks_that_call_as_many_units_but_others_are_found_out(ranks):
         for flag in (None, True):
             assert found["all-the-other-way-round", flag] is None
             assert found["other-order", flag][0] == found["each-drops-another", flag][0] == 1
-            assert "call the same units in the same order on every rank" in found["other-order", flag][1]
-        assert "call the same units in the same order on every rank" in found["each-drops-another", True][1]
+            assert "run the same microbatches and units on every rank" in found["other-order", flag][1]
+        assert "run the same microbatches and units on every rank" in found["each-drops-another", True][1]
         assert "not reduced by torch-fsdp2" in found["each-drops-another", None][1]

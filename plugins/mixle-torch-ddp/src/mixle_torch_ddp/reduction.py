@@ -1,6 +1,7 @@
 """The owner: real DistributedDataParallel with an fp32 sum in its hook, and one joint sum for what is also partial on tp."""
 
 # no postponed annotations in this file: DistributedDataParallel compares the hook's annotations with classes
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ class DDPOwner:
         self._in_no_sync = False
         self._synced_forward = False
         self._seen: set[str] = set()
+        self._late: set[str] = set()
         self._completing = False
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
@@ -84,9 +86,13 @@ class DDPOwner:
         self._synced_forward = self._ddp is not None and self._ddp.require_backward_grad_sync
 
     def _note(self, parameter: torch.Tensor) -> None:
-        if not self._completing:
-            self._usage.saw(self._names[parameter])
-            self._seen.add(self._names[parameter])
+        if self._completing:
+            return
+        name = self._names[parameter]
+        self._usage.saw(name)
+        self._seen.add(name)
+        if name in self._reduced:  # its bucket has left: what comes now would stay on this rank
+            self._late.add(name)
 
     def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         for parameter in bucket.parameters():
@@ -118,6 +124,8 @@ class DDPOwner:
         if self._synced_forward:
             self._complete([self._parameters[name] for name in self._bucketed if name not in self._seen])
         in_buckets, self._reduced = self._reduced, {}
+        # a rank whose window ended inside no_sync() sums in another order than its peers' buckets, of the same size all the same
+        self._mesh.order = zlib.crc32(b"buckets" if in_buckets else b"at the end", self._mesh.order)
         self._synced_forward = False
         self._set_sync()
         present = [name for name in self._rows if name not in unused]
@@ -137,6 +145,9 @@ class DDPOwner:
             counts.update(dict.fromkeys(names, 1))
         for name in missing:
             counts.pop(name, None)
+        for name in self._late:
+            counts[name] = counts.get(name, 0) + 1
+        self._late.clear()
         gradients = {name: Gradient(None if name in unused else self._gradient(name), 1.0 / row.copies) for name, row in self._rows.items()}
         return OwnerReduction(gradients, counts)
 

@@ -109,7 +109,10 @@ class FSDPOwner:
         self._parameters = {n: p for n, p in logical_parameters(model, self._layouts.transparent).items() if n in self._rows}
         self._model_axes = sorted({tuple(a for a in row.reduced if a == "tp") for row in rows} - {()})
         self._groups = {reduced: mesh.group(reduced, owner) for reduced in self._model_axes}
+        self._direct: set[str] = set()
         self._handles: list[Any] = [self._shell.register_forward_pre_hook(self._before_forward)]
+        # fully_shard sets the gradient of a shard itself: autograd reaches one only from a loss over the parameters themselves
+        self._handles += [p.register_hook(lambda _, name=name: self._direct.add(name)) for name, p in self._parameters.items()]
         self._handles += [unit.register_forward_pre_hook(partial(self._called, number)) for number, unit in enumerate(units)]
         with torch.no_grad():
             self._shell.tick(torch.zeros(1, device=mesh.device))  # torch takes the module that runs first for the root
@@ -207,6 +210,9 @@ class FSDPOwner:
             number = len(counting.backwards)
             counts.update({name: number for name in names if number and name not in missing and name not in unused})
             counting.backwards.clear()
+        for name in self._direct:
+            counts[name] = counts.get(name, 0) + 1
+        self._direct.clear()
         for name in unused:
             self._parameters[name].grad = None  # no rank used it: what arrived are zeros, and zeros would decay the parameter
         local = {name: self._local(name) for name in self._rows if name not in unused}
