@@ -97,7 +97,7 @@ def test_listing_imports_nothing_and_loading_neither_torch_nor_transformers():
 def test_the_table_of_405_billion_parameters_on_512_ranks_takes_less_than_a_second():
     model, plan, plugins = build("405b"), ParallelPlan(dp_shard=64, tp=8), with_doubles()
     seconds = []
-    for _ in range(3):
+    for _ in range(5):
         started = time.perf_counter()
         table = explain(model, plan, plugins=plugins)
         seconds.append(time.perf_counter() - started)

@@ -60,7 +60,7 @@ def _read(directory: str) -> Any:
         kind = Qwen3Config.get_config_dict(directory, local_files_only=True)[0].get("model_type")
         if kind == "qwen3":
             model, report = Qwen3ForCausalLM.from_pretrained(
-                directory, local_files_only=True, dtype=torch.float32, use_cache=False, output_loading_info=True
+                directory, local_files_only=True, dtype=torch.float32, use_cache=False, use_safetensors=True, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{directory} could not be read as a Qwen3 model: {' '.join(str(error).split())[:200]}") from error
