@@ -61,8 +61,9 @@ class VerifyReport:
         return max(update.error for update in self.updates)
 
     def passed(self, tolerance: float) -> bool:
-        """Whether every error is within `tolerance` and all copies are equal to the bit."""
-        return self.error <= tolerance and all(update.copies_equal for update in self.updates)
+        """Whether every update trained on tokens, every error is within `tolerance` and all copies are equal to the bit."""
+        trained = all(update.num_tokens > 0 for update in self.updates)
+        return trained and self.error <= tolerance and all(update.copies_equal for update in self.updates)
 
 
 def reference_model(build: Callable[[], nn.Module], seed: int, like: Reduction | None = None) -> nn.Module:

@@ -102,8 +102,8 @@ def explain(**options: Any) -> int:
 @click.option("--clip", type=float, default=1.0, show_default=True, help="Clip the global norm to this; 0 leaves it.")
 @click.option("--tolerance", type=float, default=None, help="Largest error that passes. [default: 1e-5, 3e-2 for bf16]")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--rows", type=int, default=4, show_default=True, help="Rows of each microbatch on each data rank.")
-@click.option("--length", type=int, default=32, show_default=True, help="Tokens of a row.")
+@click.option("--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of each microbatch on each data rank.")
+@click.option("--length", type=click.IntRange(2), default=32, show_default=True, help="Tokens of a row.")
 def verify(**options: Any) -> int:
     """Train a plan for three updates beside one process and compare gradients, norms and parameters."""
     from mixle_core.cli.running import run_verify

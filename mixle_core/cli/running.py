@@ -89,7 +89,7 @@ def run_verify(plan: ParallelPlan, options: dict[str, Any]) -> int:
     """`mixle verify` on one rank."""
     loaded, build = load(options["model_spec"])
     report = verify_report(plan, loaded, build, options, rows=options["rows"], length=options["length"], clip=options["clip"])
-    tolerance = options["tolerance"] or TOLERANCE[plan.precision]
+    tolerance = TOLERANCE[plan.precision] if options["tolerance"] is None else options["tolerance"]
     passed = _show_verified(report, tolerance, options["as_json"])
     _finish()
     return 0 if passed else 1

@@ -58,10 +58,7 @@ def refuse_foreign(model: nn.Module) -> None:
         raise CapabilityError(f"an earlier attach cut this model over {axes}, and its parameters are slices now; build it anew")
     if found:
         what = ", ".join(f"{kind} ({where})" for kind, where in found.items())
-        raise CapabilityError(
-            f"the model already carries {what}; expected a plain module. Pass the model before it is wrapped; "
-            "`mixle audit` is for models that something else parallelises"
-        )
+        raise CapabilityError(f"the model already carries {what}; expected a plain module; pass the model before anything wraps it")
 
 
 def mark_cut(model: nn.Module, axes: tuple[str, ...]) -> None:

@@ -93,7 +93,8 @@ class Probe:
                 explain_failure(
                     f"{len(wrong)} declarations are contradicted by the first gradients",
                     wrong,
-                    "declare what the forward computes: partial when ranks use their own heads or tokens, complete when all compute alike",
+                    "complete when all ranks compute alike, partial when each uses its own heads or tokens; where the layout says so "
+                    "already, a boundary further on is wrong or ranks of the axis got different rows. `mixle verify` decides",
                 )
             )
 

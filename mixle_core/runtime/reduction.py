@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import attrs
-import structlog
 import torch
 from torch import nn
 
@@ -37,8 +36,6 @@ from mixle_core.runtime.initialise import (
 )
 from mixle_core.runtime.probe import Probe
 
-log = structlog.get_logger(__name__)
-
 Plugins = LoadedPlugins | Iterable[str] | Mapping[str, Any] | None
 
 
@@ -56,6 +53,8 @@ class Arbitration:
 
 def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[str] | None, plugins: Plugins) -> Arbitration:
     """Ask every plugin and settle every axis and parameter, without a process group."""
+    if isinstance(plugins, str):
+        plugins = (plugins,)
     if not isinstance(plugins, LoadedPlugins):
         named = plugins is not None and not isinstance(plugins, Mapping)
         plugins = load_plugins(list(plugins) if named else None, extra=plugins if isinstance(plugins, Mapping) else None)  # type: ignore[arg-type]
@@ -240,7 +239,6 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
     raise_everywhere(mesh, failure)
     data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
-    log.debug("attached", plan=mesh.plan.describe(), owners=list(owners), parameters=len(won.table))
     return Reduction(model, module, won, mesh, owners, seed)
 
 
@@ -270,7 +268,7 @@ class Reduction:
         self._owned = {owner: {row.name for row in won.table.rows if row.owner == owner} for owner in owners}
         self._stopped: Exception | None = None
         self._traffic = {name: Traffic() for name in owners}
-        self._fresh = True
+        self._fresh, self._finished = True, False
         self._inside = False
         self._handles = [model.register_forward_pre_hook(self._guard)]
         self._forward: Any = None
@@ -310,7 +308,7 @@ class Reduction:
         if self._stopped is not None:
             raise self._stopped
         gradients: dict[str, Gradient] = {}
-        failure: Exception | None = self._changed()
+        failure: Exception | None = self._changed() or self._finished_before()
         square_sum = 0.0
         copies = self.mesh.plan.world_size // self.mesh.plan.data_size
         try:
@@ -327,7 +325,7 @@ class Reduction:
         except Exception as error:  # this rank, or the one it waited for, is out of step with the others
             self._stopped = self.mesh.leave_word(self.update, failure or error)
             raise self._stopped from (None if self._stopped is error else error)
-        self._fresh = True
+        self._fresh = self._finished = True
         if order * order != squares * self.mesh.plan.world_size:  # equal exactly when all ranks gave the same
             failure = failure or LedgerError(
                 f"update {self.update}: the ranks called the model's units in different orders, left different ones out, or ended their "
@@ -363,6 +361,7 @@ class Reduction:
 
     def zero(self) -> None:
         """Drop all gradients; the next update starts from nothing."""
+        self._finished = False
         for owner in self._owners.values():
             owner.zero()
 
@@ -438,6 +437,12 @@ class Reduction:
         return LedgerError(
             f"{len(changed)} parameters changed since attach ({'; '.join(sorted(changed)[:3])}); close() and attach anew after a change"
         )
+
+    def _finished_before(self) -> UsageError | None:
+        """Find a second `finish` on the gradients of the first, which would scale them once more."""
+        if self._fresh and self._finished and any(parameter.grad is not None for parameter in self._bound.values()):
+            return UsageError("finish() was called twice on the same gradients; run a backward after zero(), then finish()")
+        return None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside = True

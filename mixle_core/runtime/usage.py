@@ -39,6 +39,10 @@ class Usage:
         self._window |= self._seen
         self._seen = set()
 
+    def discard(self) -> None:
+        """Forget an update that was given up."""
+        self._seen, self._window, self._always = set(), set(), set(self._names)
+
     def settle(self, mesh: Mesh) -> tuple[frozenset[str], frozenset[str]]:
         """End the update. Collective unless use is known not to vary.
 

@@ -74,6 +74,7 @@ class SumOwner:
         """Drop all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._usage.discard()
 
     def close(self) -> None:
         """Remove the hooks."""

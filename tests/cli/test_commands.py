@@ -183,3 +183,11 @@ def test_train_in_one_process_writes_receipts_as_json_lines(mixle, tmp_path):
     code, _, err = mixle("train", *arguments, "--require-below", "0.01")
     assert code == 1
     assert "the held-out loss is not below 0.01" in err
+
+
+def test_verify_takes_a_tolerance_of_zero_and_refuses_rows_without_a_loss_token(mixle):
+    code, out, _ = mixle("verify", "--model", "qwen3:tiny", "--tolerance", "0", "--json")
+    assert (code, json.loads(out)["passed"], json.loads(out)["tolerance"]) == (1, False, 0.0)
+    code, _, err = mixle("verify", "--model", "qwen3:tiny", "--length", "1")
+    assert code == 2
+    assert "1 is not in the range x>=2" in err

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mixle_core as mx
-from mixle_core.audit import assemble, relative_error, verify
+from mixle_core.audit import UpdateReport, VerifyReport, assemble, relative_error, verify
 from mixle_core.ownership import arbitrate
 from mixle_core.testing import SumOwner, next_token_loss, run_ranks, tied_toy_model, token_batch, toy_model
 
@@ -194,3 +194,8 @@ def test_a_window_longer_than_the_plan_says_still_ends_exactly():
     options = {"windows": [3, 2], "max_grad_norm": None}
     for outcome in run_ranks(report, 2, "SumOwner", "toy", options, timeout_s=60):
         assert outcome.value.passed(1e-5) and [update.num_tokens for update in outcome.value.updates] == [84, 56]
+
+
+def test_a_report_without_a_loss_token_never_passes():
+    nothing = UpdateReport(0.0, "w", 0.0, 0.0, 0.0, "w", True, 0, 0.0)
+    assert not VerifyReport(Plan(), (nothing,), {}, {}).passed(1.0)

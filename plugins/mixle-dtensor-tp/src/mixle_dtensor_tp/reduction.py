@@ -60,6 +60,7 @@ class TensorParallelOwner:
         """Drop all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._usage.discard()
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -34,6 +34,7 @@ class DDPOwner:
         self._synced_forward = False
         self._seen: set[str] = set()
         self._late: set[str] = set()
+        self._armed = False
         self._completing = False
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
@@ -77,6 +78,11 @@ class DDPOwner:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._armed:
+            raise UsageError(
+                "a forward whose backward should have reduced was given up, and DistributedDataParallel cannot take that back; "
+                "close() and attach a new model, or start the ranks anew"
+            )
         if self._reduced:
             raise UsageError(
                 "a microbatch follows the one whose backward reduced the gradients; run all but the last inside no_sync(), then finish()"
@@ -166,9 +172,15 @@ class DDPOwner:
         return gradient
 
     def zero(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, and what an update that is given up has noted."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._armed = self._armed or (self._synced_forward and not self._reduced.keys() >= set(self._bucketed))
+        self._synced_forward = False
+        self._reduced.clear()
+        self._seen.clear()
+        self._late.clear()
+        self._usage.discard()
 
     def close(self) -> None:
         """Remove the hooks; the wrapper goes with its last reference."""

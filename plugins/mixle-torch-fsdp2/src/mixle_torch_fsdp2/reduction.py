@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mixle_core import CapabilityError, Gradient, Layouts, OwnerReduction, ParallelPlan, Row
 from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, named_modules, reduce_coalesced, reduce_scatter
+from mixle_torch_fsdp2._upstream import drop_accumulated
 
 
 class _Shell(nn.Module):
@@ -74,6 +75,7 @@ class FSDPOwner:
         self._in_no_sync = False
         self._forwards = 0
         self._last_synced = False
+        self._open = False
         self._used: set[str] = set()
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
@@ -144,6 +146,7 @@ class FSDPOwner:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._usage.next_forward()
+            self._open = True
             self._forwards += 1
             self._last_synced = self._may_overlap and not self._in_no_sync
 
@@ -202,7 +205,7 @@ class FSDPOwner:
         unused, missing = self._usage.settle(self._mesh)
         if not self._last_synced or not any(counting.backwards for _, counting, _ in self._units):
             self._flush(unused)
-        self._last_synced = False
+        self._last_synced = self._open = False
         self._used.clear()
         self._set_sync()
         counts: dict[str, int] = {}
@@ -231,9 +234,19 @@ class FSDPOwner:
         return gradient.to_local()
 
     def zero(self) -> None:
-        """Drop all gradients."""
-        for parameter in self._parameters.values():
+        """Drop all gradients, also those that an update that is given up has accumulated whole."""
+        for parameter in (*self._parameters.values(), *self._gathered.values()):
             parameter.grad = None
+        if self._open:
+            self._shell.reset_iter_state()
+            drop_accumulated(unit for unit, _, _ in self._units)
+            self._open = self._last_synced = False
+            for _, counting, _ in self._units:
+                counting.backwards.clear()
+            self._used.clear()
+            self._direct.clear()
+            self._usage.discard()
+            self._set_sync()
 
     def close(self) -> None:
         """Remove the hooks; parameters stay sharded."""
