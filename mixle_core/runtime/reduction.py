@@ -177,9 +177,9 @@ def attach(
         device = start_processes(plan, torch.device(device) if device is not None else None)
         won = arbitration(model, plan, backend, plugins)
         boundaries = {axis: {name: repr(module) for name, module in on.items()} for axis, on in won.layouts.modules.items()}
-        extra = {"seed": seed, "torch": torch.__version__, "device": device.type, "boundaries": boundaries}
-        extra["executors"] = dict(won.table.executors)
-        document = agreement_document(plan, won.plugins.versions, won.layouts, won.table, extra)
+        extra = {"seed": seed, "torch": torch.__version__, "device": device.type, "executors": dict(won.table.executors)}
+        # named to sort behind "parameters" and "table": where those differ too, they are the plainer words for it
+        document = agreement_document(plan, won.plugins.versions, won.layouts, won.table, extra) | {"tensor_layouts": boundaries}
     except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
         failure = error
     agree(document, failure)

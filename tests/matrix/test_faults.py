@@ -200,7 +200,7 @@ def other_plugins_on_the_last_rank(difference):
         ("mesh", "at plan.dp_replicate: 2 against 1"),
         ("trainable", "trainable: false against true"),
         ("layout", 'roles.tp: "Replica(partial)" against "Replica(complete)"'),
-        ("boundaries", "at extra.boundaries.tp.blocks.0"),
+        ("boundaries", "at tensor_layouts.tp.blocks.0"),
         ("broken", "no plugin named 'torch-fsdp3' is installed (did you mean 'torch-fsdp2'?)"),
     ],
 )
