@@ -53,10 +53,16 @@ class StepReceipt:
 
     Args:
         loss: mean loss per token, over this rank's tokens of the batch before the commit, over all tokens of the update after it.
-        num_local_tokens: loss tokens of this rank in this batch.
+        num_local_tokens: loss tokens of this rank in this batch; 0 when a window is committed without a batch.
+        num_local_examples: rows of this rank in this batch.
+        microbatches: backwards of this batch.
+        accumulation: batches of this rank in the update.
+        num_update_local_tokens: loss tokens of this rank in the update; `num_update_local_examples` its rows.
+        num_tokens: loss tokens of the update over all data ranks; `num_examples` its rows.
         grad_norm: global norm before clipping.
         clip_factor: what the gradients were multiplied with, 1.0 when the norm was below the limit.
         skipped: why the optimizer did not step, or None.
+        owners: what each owner reduced, with the collectives and bytes of the whole update.
     """
 
     update: int
@@ -65,7 +71,11 @@ class StepReceipt:
     num_local_examples: int
     microbatches: int
     committed: bool
+    accumulation: int | None = None
+    num_update_local_tokens: int | None = None
+    num_update_local_examples: int | None = None
     num_tokens: int | None = None
+    num_examples: int | None = None
     grad_norm: float | None = None
     clip_factor: float | None = None
     learning_rate: float | None = None

@@ -7,7 +7,7 @@ from mixle_core.runtime.gradients import Reduced, reduce_coalesced
 from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, reduce_scatter
 from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
 from mixle_core.runtime.reduction import Reduction, attach, explain
-from mixle_core.runtime.session import Session, prepare
+from mixle_core.runtime.session import Session, batch_digest, prepare
 from mixle_core.runtime.usage import Usage
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Traffic",
     "Usage",
     "attach",
+    "batch_digest",
     "counted_traffic",
     "derive_seed",
     "explain",

@@ -51,6 +51,7 @@ class Reduced:
         square_sum: global sum of squares, before scaling.
         scale: factor that turned summed into mean gradients; already applied.
         num_tokens: loss tokens of the whole update, over all data ranks.
+        num_examples: rows of the whole update, over all data ranks, as far as `finish` was told.
         loss: mean loss per token, over all data ranks.
         nonfinite: names of parameters with a non-finite gradient on any rank.
         skipped: why no optimizer may step, or None.
@@ -65,6 +66,7 @@ class Reduced:
         scale: float,
         num_tokens: int,
         loss: float,
+        num_examples: int = 0,
         nonfinite: tuple[str, ...] = (),
         skipped: str | None = None,
         owners: tuple[OwnerReceipt, ...] = (),
@@ -72,6 +74,7 @@ class Reduced:
         self._gradients = gradients
         self._mesh = mesh
         self.num_tokens = num_tokens
+        self.num_examples = num_examples
         self.loss = loss
         self.nonfinite = nonfinite
         self.skipped = skipped

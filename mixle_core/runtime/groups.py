@@ -29,6 +29,12 @@ class Traffic:
     num_collectives: int = 0
     payload_bytes: int = 0
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.num_collectives + other.num_collectives, self.payload_bytes + other.payload_bytes)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.num_collectives - other.num_collectives, self.payload_bytes - other.payload_bytes)
+
 
 class _Counter:
     """Counts by the description of the process group; one for the whole process."""

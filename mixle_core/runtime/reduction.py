@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -35,6 +35,9 @@ from mixle_core.runtime.initialise import (
     with_units,
 )
 from mixle_core.runtime.probe import Probe
+
+_SAME_ROWS = ("pp", "tp")
+"""Ranks that differ only on these axes train on the same rows."""
 
 Plugins = LoadedPlugins | Iterable[str] | Mapping[str, Any] | None
 
@@ -242,6 +245,10 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
     return Reduction(model, module, won, mesh, owners, seed)
 
 
+def _counted(owner: str) -> Traffic:
+    return sum(counted_traffic(f"mixle:{owner}:").values(), Traffic())
+
+
 class Reduction:
     """The gradients of one attached model: call `module`, run backwards, `finish` the update, step, `zero`.
 
@@ -270,6 +277,8 @@ class Reduction:
         self._traffic = {name: Traffic() for name in owners}
         self._fresh, self._finished = True, False
         self._inside = False
+        peers = mesh.plan.group_ranks(mesh.rank, _SAME_ROWS)
+        self._opposed = 1 if mesh.rank != peers[0] else 1 - len(peers)
         self._handles = [model.register_forward_pre_hook(self._guard)]
         self._forward: Any = None
         if module is not model:
@@ -290,20 +299,25 @@ class Reduction:
             stack.enter_context(owner.no_sync())
         return stack
 
-    def finish(self, num_tokens: int, loss_sum: float = 0.0, *, loss_scale: float = 1.0) -> Reduced:
+    def finish(
+        self, num_tokens: int, loss_sum: float = 0.0, *, loss_scale: float = 1.0, num_examples: int = 0, batch_digest: int = 0
+    ) -> Reduced:
         """End the update: reduce what is not reduced yet, check the ledger, and scale to the mean over all loss tokens.
 
         Collective. Exact also when every backward ran inside `no_sync()`, so a short trailing window needs nothing else.
 
         Args:
-            num_tokens: loss tokens of this rank in this update; ranks may differ, also by having none.
+            num_tokens: loss tokens of this rank in this update; data ranks may differ, also by having none. Ranks that differ
+                only in model axes see the same rows and pass the same number.
             loss_sum: this rank's summed loss, unscaled; only reported.
             loss_scale: what this rank's summed losses were multiplied with before backward; equal on all ranks.
+            num_examples: rows of this rank in this update; only reported.
+            batch_digest: below 2**32, of the rows themselves; compared between ranks that differ only in model axes.
 
         Raises:
             LedgerError: a parameter that was not reduced exactly once, on every rank.
             DeclarationError: first update only: a declared role that the gradients contradict.
-            UsageError: a fault that another rank found.
+            UsageError: a fault that another rank found; ranks of one data rank that trained on different rows.
         """
         if self._stopped is not None:
             raise self._stopped
@@ -319,9 +333,10 @@ class Reduction:
                 square_sum = local_power_sum(gradients.values())
             except Exception as error:  # every rank has to learn of it before any raises
                 failure = failure or error
-            numbers = [square_sum, num_tokens / copies, loss_sum / copies, float(failure is not None), *self._order()]
-            shared = torch.tensor(numbers, dtype=torch.float64)
-            square_sum, tokens, loss, failed, order, squares = self.mesh.all_reduce_control(shared).tolist()
+            seen = (num_tokens * 1_000_003 + batch_digest) % 2**32
+            numbers = [square_sum, num_tokens / copies, loss_sum / copies, num_examples / copies, float(failure is not None)]
+            shared = torch.tensor([*numbers, seen * self._opposed, *self._order()], dtype=torch.float64)
+            square_sum, tokens, loss, examples, failed, unlike, order, squares = self.mesh.all_reduce_control(shared).tolist()
         except Exception as error:  # this rank, or the one it waited for, is out of step with the others
             self._stopped = self.mesh.leave_word(self.update, failure or error)
             raise self._stopped from (None if self._stopped is error else error)
@@ -333,6 +348,9 @@ class Reduction:
             )
         if failed or failure is not None:
             self._raise_everywhere(failure)
+        if unlike:  # the ranks of one data rank count with factors that add up to nothing
+            self.zero()
+            self.require_same_rows(num_tokens, batch_digest)
         if self._probe is not None:
             self._probe.judge()
             if self._probe.done:
@@ -353,11 +371,37 @@ class Reduction:
             square_sum=square_sum,
             scale=scale,
             num_tokens=total,
+            num_examples=round(examples),
             loss=loss / total if total else 0.0,
             nonfinite=nonfinite,
             skipped=skipped,
             owners=self._read_traffic(),
         )
+
+    def require_same_rows(self, num_tokens: int, batch_digest: int) -> None:
+        """Compare what ranks train on that differ only in model axes. Collective.
+
+        Raises:
+            UsageError: on every rank, naming the first two that differ.
+        """
+        seen = self.mesh.gather_objects((num_tokens, batch_digest))
+        for rank, theirs in enumerate(seen):
+            first = self.mesh.plan.group_ranks(rank, _SAME_ROWS)[0]
+            if theirs != seen[first]:
+                what = f"{theirs[0]} loss tokens against {seen[first][0]}" if theirs[0] != seen[first][0] else "other rows of equal number"
+                raise UsageError(
+                    f"update {self.update}: rank {rank} got another batch than rank {first} ({what}); ranks that differ only in "
+                    f"{' and '.join(axis for axis in _SAME_ROWS if self.mesh.plan.size(axis) > 1)} train on the same rows: "
+                    "draw them by the data rank, not by the rank"
+                )
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave what happens inside, such as an evaluation, out of the receipt of the update."""
+        before = {name: _counted(name) for name in self._owners}
+        yield
+        for name, was in before.items():
+            self._traffic[name] += _counted(name) - was
 
     def zero(self) -> None:
         """Drop all gradients; the next update starts from nothing."""
@@ -411,13 +455,9 @@ class Reduction:
     def _read_traffic(self) -> tuple[OwnerReceipt, ...]:
         receipts = []
         for name in self._owners:
-            counted = counted_traffic(f"mixle:{name}:").values()
-            now = Traffic(sum(t.num_collectives for t in counted), sum(t.payload_bytes for t in counted))
-            before, self._traffic[name] = self._traffic[name], now
-            owned = len(self._owned[name])
-            receipts.append(
-                OwnerReceipt(name, owned, now.num_collectives - before.num_collectives, now.payload_bytes - before.payload_bytes)
-            )
+            now = _counted(name)
+            spent, self._traffic[name] = now - self._traffic[name], now
+            receipts.append(OwnerReceipt(name, len(self._owned[name]), spent.num_collectives, spent.payload_bytes))
         return tuple(receipts)
 
     def _changed(self) -> LedgerError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -81,6 +82,8 @@ class Session:
         self._loss = loss
         self._max_grad_norm = max_grad_norm
         self._loss_scale = 1.0
+        self._compared = False
+        self._digest = 0
         self._start_window()
 
     @property
@@ -93,19 +96,25 @@ class Session:
         """Updates committed so far, skipped ones included."""
         return self.reduction.update
 
-    def train_batch(self, batch: Any) -> StepReceipt:
+    def train_batch(self, batch: Any, *, num_examples: int | None = None) -> StepReceipt:
         """Run one batch of this rank: `plan.microbatches` backwards, and the update when the window is full.
 
         Args:
             batch: tensor, or dict, tuple or list of tensors; per rank, rows on dim 0. Ranks that differ only in model
-                axes pass the same rows.
+                axes pass the same rows: compared by a hash before the first forward, and again at every update.
+            num_examples: rows that count as examples in the receipt, when some are padding; None counts all.
 
         Raises:
-            UsageError: fewer rows than microbatches, or tensors that disagree about their number.
+            UsageError: fewer rows than microbatches, tensors that disagree about their number, or ranks of one data rank
+                with different rows.
         """
         pieces, rows = self._split(batch)
         with self._whole_window():
-            return self._train(pieces, rows)
+            self._digest = batch_digest(batch, self._digest)
+            if not self._compared and self.plan.world_size > self.plan.data_size:
+                self.reduction.require_same_rows(0, self._digest)
+            self._compared = True
+            return self._train(pieces, rows if num_examples is None else num_examples)
 
     def _train(self, pieces: list[Any], rows: int) -> StepReceipt:
         last_batch = self._batches + 1 == self.plan.gradient_accumulation_steps
@@ -124,6 +133,7 @@ class Session:
             loss_sum += loss.detach().double()  # stays on the device: reading it would wait for every microbatch
         self._batches += 1
         self._tokens += tokens
+        self._examples += rows
         self._loss_sum += float(loss_sum)
         receipt = StepReceipt(
             update=self.update,
@@ -145,7 +155,7 @@ class Session:
         receipt = StepReceipt(
             update=self.update,
             loss=self._loss_sum / max(self._tokens, 1),
-            num_local_tokens=self._tokens,
+            num_local_tokens=0,
             num_local_examples=0,
             microbatches=0,
             committed=False,
@@ -164,10 +174,23 @@ class Session:
             raise
 
     def _start_window(self) -> None:
-        self._batches, self._tokens, self._loss_sum = 0, 0, 0.0
+        self._batches = self._tokens = self._examples = 0
+        self._digest = 0
+        self._loss_sum = 0.0
 
     def _commit(self, receipt: StepReceipt) -> StepReceipt:
-        reduced = self.reduction.finish(self._tokens, self._loss_sum, loss_scale=self._loss_scale)
+        window = {
+            "accumulation": self._batches,
+            "num_update_local_tokens": self._tokens,
+            "num_update_local_examples": self._examples,
+        }
+        reduced = self.reduction.finish(
+            self._tokens,
+            self._loss_sum,
+            loss_scale=self._loss_scale,
+            num_examples=self._examples,
+            batch_digest=self._digest,
+        )
         self._start_window()
         rate = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         if reduced.skipped is None:
@@ -186,7 +209,9 @@ class Session:
             receipt,
             loss=reduced.loss,
             committed=True,
+            **window,
             num_tokens=reduced.num_tokens,
+            num_examples=reduced.num_examples,
             grad_norm=reduced.norm(),
             clip_factor=reduced.clip_factor,
             learning_rate=float(rate),
@@ -194,23 +219,29 @@ class Session:
             owners=reduced.owners,
         )
 
-    @torch.no_grad()
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The module to call, in evaluation mode, without gradients, and outside the count of the update's traffic."""
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.reduction.uncounted():
+                yield self.module
+        finally:
+            for module, training in modes:
+                module.training = training
+
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss per token over all batches of all data ranks, in evaluation mode. Collective.
 
         Ranks pass the same number of batches, since a sharded forward is a collective of its own.
         """
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
-        try:
-            loss_sum, tokens = 0.0, 0
+        loss_sum, tokens = 0.0, 0
+        with self.evaluating() as module:
             for batch in batches:
-                loss, count = self._loss(self.module, self._to_device(batch))
+                loss, count = self._loss(module, self._to_device(batch))
                 loss_sum += float(loss)
                 tokens += int(count)
-        finally:
-            for module, training in modes:
-                module.training = training
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
         total_loss, total_tokens = self.reduction.mesh.all_reduce_control(shared).tolist()
         if not total_tokens:
@@ -237,6 +268,26 @@ class Session:
         if number == 1:
             return [batch], total
         return [_map_tensors(batch, functools.partial(_piece, number, i)) for i in range(number)], total
+
+
+_HASHED_BYTES = 2**20
+"""Of each tensor so much goes into its digest: rows that differ do so long before."""
+
+
+def batch_digest(batch: Any, start: int = 0) -> int:
+    """CRC-32 of shapes and leading bytes of the tensors in `batch`; those on another device count by shape, to wait for none."""
+    digest = start
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal digest
+        digest = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest)
+        if tensor.device.type == "cpu" and tensor.numel():
+            leading = tensor.detach().reshape(-1)[: _HASHED_BYTES // tensor.element_size()].contiguous()
+            digest = zlib.crc32(leading.view(torch.uint8).numpy().data, digest)
+        return tensor
+
+    _map_tensors(batch, add)
+    return digest
 
 
 def _piece(number: int, index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -138,10 +138,11 @@ def poisoned_session(value, everywhere):
     """Three updates of two ranks; in the second, one entry of rank 1's gradient is `value`."""
     plan = Plan(dp_replicate=2) if everywhere else Plan(tp=2)
     plugins = {"double": OwnsEverything()} if everywhere else {"layout": OnlyLayout(), "double": OwnsEverything()}
+    values = {}  # slices, so the ranks of tp differ in them; the batch that they share is the number of the update
     session = mx.prepare(
         Bag(),
         plan,
-        loss=lambda module, batch: (module(batch[0]), 4),
+        loss=lambda module, batch: (module({name: v.unsqueeze(0) for name, v in values.items()}), 4),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
         schedule=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
         max_grad_norm=1.0,
@@ -149,10 +150,10 @@ def poisoned_session(value, everywhere):
     )
     trail = []
     for update in range(3):
-        values = sliced(coefficients(update), session.reduction.mesh)
+        values.update(sliced(coefficients(update), session.reduction.mesh))
         if update == 1 and dist.get_rank() == 1:
             values["column"][2, 1] = value
-        receipt = session.train_batch([{name: v.unsqueeze(0) for name, v in values.items()}])
+        receipt = session.train_batch(torch.full((1,), update))
         parameters = {name: p.detach().clone() for name, p in session.reduction.named_parameters()}
         state = [s["exp_avg"].clone() for s in session.optimizers["**"].state.values()]
         trail.append((receipt, parameters, state, session.schedulers[0].last_epoch))

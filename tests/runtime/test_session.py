@@ -106,7 +106,14 @@ def test_only_the_last_receipt_of_a_window_is_committed_and_each_tells_its_own_r
         assert first.loss == pytest.approx(float(loss.detach()) / max(tokens, 1), rel=1e-5)
         assert (first.num_local_tokens, first.num_local_examples, first.microbatches) == (tokens, 4, 2)
         assert first.num_tokens is first.grad_norm is first.clip_factor is first.learning_rate is None and first.owners == ()
-        assert receipts[3].num_local_tokens == next_token_loss(reference_model(toy_model, SEED), ids_for(mask, 2, outcome.rank))[1]
+        counts = [[next_token_loss(reference_model(toy_model, SEED), ids_for(mask, n, rank))[1] for rank in range(2)] for n in range(3)]
+        full, trailing = receipts[1], receipts[3]
+        assert (full.num_local_tokens, full.num_local_examples, full.microbatches, full.accumulation) == (counts[1][outcome.rank], 4, 2, 2)
+        assert (full.num_update_local_tokens, full.num_update_local_examples) == (sum(c[outcome.rank] for c in counts[:2]), 8)
+        assert (full.num_tokens, full.num_examples) == (sum(map(sum, counts[:2])), 16)
+        assert (trailing.num_local_tokens, trailing.num_local_examples, trailing.microbatches) == (0, 0, 0)
+        assert (trailing.num_update_local_tokens, trailing.num_update_local_examples) == (counts[2][outcome.rank], 4)
+        assert (trailing.num_tokens, trailing.num_examples, trailing.accumulation) == (sum(counts[2]), 8, 1)
 
 
 def test_the_receipt_of_an_update_says_what_each_owner_did():
