@@ -50,14 +50,14 @@ def declare_layout(
 def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | Refusal | None:
     """Bid to execute one model axis: to shard the weights and install the boundaries that the layouts declare.
 
-    Called once when an axis is above 1.
+    Called once, before `own_reduction`, when an axis that splits the forward (a model axis or cp) is above 1.
 
     Args:
         plan: the parallel plan.
         layouts: everything declared, by logical name.
 
     Returns:
-        AxisClaim, Refusal(reason, remedy) when this plan is what stands in the way, or None.
+        AxisClaim, a tuple of them, Refusal(reason, remedy) when this plan is what stands in the way, or None.
 
     Example: `return AxisClaim(axis="tp", executor=TensorParallel, backend="torch_native") if plan.tp > 1 else None`
     """
@@ -84,17 +84,17 @@ def own_reduction(plan: ParallelPlan, layouts: Layouts) -> Claim | tuple[Claim, 
 def init_params(model: Any, layouts: Layouts, seed: int) -> frozenset[str] | None:
     """Fill parameters of a model that was built on meta; those nobody fills are initialised by the model's own code.
 
-    Called once per rank after sharding, and again after a model grew. A value may depend on (seed, logical name) alone.
+    Called for each module that holds parameters on meta, before they are cut. A value may depend on (seed, logical name) alone.
 
     Args:
-        model: the module; its parameters are on the training device, whole (global shapes).
-        layouts: everything declared, by logical name.
-        seed: of the run.
+        model: the module that holds the parameters, not the whole model; they are whole (global shapes), on the CPU.
+        layouts: everything declared; its `parameters` are those to fill here, under their names in the whole model.
+        seed: of the run; torch's global generator is seeded from it and the module's name meanwhile.
 
     Returns:
         Logical names that were filled, or None.
 
-    Example: `model.scale.data.fill_(1.0); return frozenset({"scale"})`
+    Example: `model.scale.data.fill_(1.0); return frozenset(layouts.parameters)`
     """
 
 
@@ -102,7 +102,7 @@ def init_params(model: Any, layouts: Layouts, seed: int) -> frozenset[str] | Non
 def build_model(spec: str) -> Any:
     """Build the model that a name such as `mymodel:tiny` stands for, on meta where weights need not be read.
 
-    Asked only of the plugin named before the colon, on every rank.
+    Asked only of the plugin named before the colon, on every rank, and several times: a new module, equal on every call.
 
     Args:
         spec: what stands after the colon.

@@ -1,4 +1,4 @@
-"""The command line: `mixle plugins`, `explain`, `verify`, `train`. Exit 0 as asked, 1 found wrong, 2 bad input."""
+"""The command line: `mixle plugins`, `explain`, `verify`, and added commands. Exit 0 as asked, 1 found wrong, 2 bad input."""
 
 from __future__ import annotations
 

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
-from mixle_core.errors import MixleError
+from mixle_core.errors import MixleError, UsageError
 from mixle_core.plugins import installed_plugins
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class _Commands(click.Group):
+    """The commands of the core, and those that installed distributions add."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in order."""
+        from mixle_core.cli.extension import added_commands
+
+        return sorted({*super().list_commands(ctx), *added_commands()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import only what is asked for."""
+        from mixle_core.cli.extension import added_commands, load_command
+
+        own = super().get_command(ctx, cmd_name)
+        point = None if own else added_commands().get(cmd_name)
+        return load_command(point, _with_plan) if point else own
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say where a missing command may come from."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            known = ", ".join(self.list_commands(ctx))
+            raise UsageError(
+                f"no command {args[0]!r}; there are {known}; others come with distributions, such as `train` with language models"
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="mixle-core", prog_name="mixle")
 def cli() -> None:
     """Distributed PyTorch training with every gradient declared, arbitrated, executed once and auditable."""
@@ -61,12 +90,24 @@ def _plan_command(function: Any) -> Any:
     return cli.command()(plan_options(function))
 
 
+def _with_plan(command: click.Command) -> click.Command:
+    """A command of another distribution, with the options of a plan before its own, run on the ranks of that plan."""
+    from mixle_core.cli.extension import on_rank
+    from mixle_core.cli.options import plan_options
+
+    def run(**options: Any) -> int:
+        return _on_ranks(functools.partial(on_rank, command), options)
+
+    return click.command(command.name, help=command.help, params=list(command.params))(plan_options(run))
+
+
 @_plan_command
 @click.option("--by-parameter", is_flag=True, help="One line for each parameter instead of each pattern.")
+@click.option("--save", type=click.Path(dir_okay=False), default=None, help="Write the table to a file, .md or .json.")
 def explain(**options: Any) -> int:
     """Show who reduces what under a plan, and what it costs: no GPU, no processes."""
     from mixle_core.cli.options import backends, load, pop_plan
-    from mixle_core.cli.report import console, explain_json, human_bytes, memory_per_rank, ownership_table
+    from mixle_core.cli.report import console, explain_json, human_bytes, memory_per_rank, ownership_table, save_table
     from mixle_core.runtime.reduction import arbitration
 
     plan = pop_plan(options)
@@ -76,6 +117,8 @@ def explain(**options: Any) -> int:
     won = arbitration(model, plan, backends(options["backend"]), loaded)
     seconds = time.perf_counter() - started
     memory = memory_per_rank(plan, won.layouts, won.table)
+    if options["save"]:
+        save_table(won.table, Path(options["save"]))
     if options["as_json"]:
         click.echo(json.dumps(explain_json(won, memory, seconds), indent=1))
         return 0
@@ -109,26 +152,6 @@ def verify(**options: Any) -> int:
     from mixle_core.cli.running import run_verify
 
     return _on_ranks(run_verify, options)
-
-
-@_plan_command
-@click.option("--data", default="stdlib", show_default=True, help="'stdlib', a text file, a directory of text, or a .npy of token ids.")
-@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Updates.")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Rows of each batch on each data rank.")
-@click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row.")
-@click.option("--lr", type=float, default=3e-3, show_default=True, help="Peak learning rate.")
-@click.option("--warmup", type=int, default=20, show_default=True, help="Updates of linear warmup; a cosine to 5 % follows.")
-@click.option("--weight-decay", type=float, default=0.1, show_default=True)
-@click.option("--max-grad-norm", type=float, default=1.0, show_default=True, help="0 leaves the gradients as they are.")
-@click.option("--eval-rows", type=click.IntRange(1), default=256, show_default=True, help="Held-out rows to evaluate at the end.")
-@click.option("--require-below", type=float, default=None, help="Exit 1 unless the held-out loss ends below this many nats per token.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--verify", "verify_first", is_flag=True, help="Before training, compare the plan with one process.")
-def train(**options: Any) -> int:
-    """Train a language model on text or token ids."""
-    from mixle_core.cli.running import run_train
-
-    return _on_ranks(run_train, options)
 
 
 def _on_ranks(run: Any, options: dict[str, Any]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mixle_core.audit import VerifyReport
+from mixle_core.errors import UsageError
 from mixle_core.layout import Layouts
 from mixle_core.ownership import OwnershipTable, Row, pending_axes
 from mixle_core.plan import ParallelPlan
@@ -100,6 +103,38 @@ def verify_table(report: VerifyReport) -> Table:
             "equal" if update.copies_equal else "DIFFER",
         )  # fmt: skip
     return shown
+
+
+def save_table(table: OwnershipTable, path: Path) -> None:
+    """Write the ownership table as Markdown, one line for each pattern, or as JSON, one entry for each parameter.
+
+    Raises:
+        UsageError: another suffix, or a place that cannot be written.
+    """
+    if path.suffix not in (".md", ".json"):
+        raise UsageError(f"{path}: expected a name that ends in .md or .json")
+    if path.suffix == ".json":
+        text = json.dumps({**table.as_dict(), "digest": table.digest}, indent=1)
+    else:
+        lines = [f"Ownership of {len(table)} trainable parameters, plan {table.plan.describe()}, digest {table.digest[:16]}", ""]
+        lines += ["| parameter | of | owner | role | pending | operation | payload |", "|---|---|---|---|---|---|---|"]
+        for pattern, rows in table.by_pattern():
+            payload = human_bytes(sum(row.payload_bytes for row in rows))
+            cells = (
+                pattern,
+                len(rows),
+                rows[0].owner,
+                rows[0].role_text(),
+                " ".join(rows[0].pending) or "-",
+                operation_text(rows[0]),
+                payload,
+            )
+            lines.append(f"| {' | '.join(map(str, cells))} |".replace("*", "\\*"))
+        text = "\n".join(lines)
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise UsageError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def explain_json(arbitration: Any, memory: Memory, seconds: float) -> dict[str, Any]:

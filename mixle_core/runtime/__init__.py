@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, reduce_coalesced
-from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, reduce_scatter
+from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, launch_command, reduce_scatter
 from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
 from mixle_core.runtime.reduction import Reduction, attach, explain
 from mixle_core.runtime.session import Session, batch_digest, prepare
@@ -25,6 +25,7 @@ __all__ = [
     "counted_traffic",
     "derive_seed",
     "explain",
+    "launch_command",
     "logical_parameters",
     "named_modules",
     "prepare",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -116,8 +118,21 @@ def _default_device() -> torch.device:
 def _refuse_world(plan: ParallelPlan, found: int, where: str) -> None:
     raise CapabilityError(
         f"world size is {found} ({where}), the plan needs {plan.world_size} ({plan.describe()}); "
-        f"launch with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
+        f"launch with: {launch_command(plan.world_size)}"
     )
+
+
+def launch_command(num_ranks: int) -> str:
+    """The command that runs this program once more, on `num_ranks` ranks: with as many on a machine as it has GPUs, if it has any."""
+    arguments = sys.orig_argv[1:]
+    while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-"):
+        arguments = arguments[1:]
+    script = shlex.join(arguments) if arguments and arguments[0] not in ("-c", "-") else "SCRIPT.py"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and num_ranks > gpus:
+        nodes = f"--nnodes {-(-num_ranks // gpus)} --nproc-per-node {gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        return f"torchrun {nodes} {script}"
+    return f"torchrun --nproc-per-node {num_ranks} {script}"
 
 
 _serials = itertools.count()

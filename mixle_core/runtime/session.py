@@ -50,8 +50,7 @@ def prepare(
     Raises:
         MixleError: whatever stands in the way, on every rank.
     """
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None")
+    _check_max_norm(max_grad_norm)
     if precision is not None:
         plan = attrs.evolve(plan, precision=precision)
     reduction = attach(model, plan, backend=backend, seed=seed, plugins=plugins, device=device)
@@ -73,6 +72,7 @@ class Session:
     def __init__(
         self, reduction: Reduction, *, loss: Loss, optimizer: OptimizerSpec, schedule: Schedule | None, max_grad_norm: float | None
     ) -> None:
+        _check_max_norm(max_grad_norm)
         self.reduction = reduction
         self.plan = reduction.mesh.plan
         trainable = {name: parameter for name, parameter in reduction.named_parameters() if parameter.requires_grad}
@@ -231,16 +231,20 @@ class Session:
             for module, training in modes:
                 module.training = training
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
+    def evaluate(self, batches: Iterable[Any], *, loss: Loss | None = None) -> float:
         """Mean loss per token over all batches of all data ranks, in evaluation mode. Collective.
 
         Ranks pass the same number of batches, since a sharded forward is a collective of its own.
+
+        Args:
+            loss: another one than training uses.
         """
+        measure = loss or self._loss
         loss_sum, tokens = 0.0, 0
         with self.evaluating() as module:
             for batch in batches:
-                loss, count = self._loss(module, self._to_device(batch))
-                loss_sum += float(loss)
+                value, count = measure(module, self._to_device(batch))
+                loss_sum += float(value)
                 tokens += int(count)
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
         total_loss, total_tokens = self.reduction.mesh.all_reduce_control(shared).tolist()
@@ -268,6 +272,11 @@ class Session:
         if number == 1:
             return [batch], total
         return [_map_tensors(batch, functools.partial(_piece, number, i)) for i in range(number)], total
+
+
+def _check_max_norm(value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise UsageError(f"max_grad_norm={value!r}: expected a number above 0, or None")
 
 
 _HASHED_BYTES = 2**20

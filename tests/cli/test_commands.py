@@ -150,7 +150,7 @@ def test_unknown_options_are_click_usage_errors(mixle):
     ("data", "said"),
     [
         ("missing-file.txt", "no text file there"),
-        ("short.txt", "too short for rows of 128 tokens"),
+        ("short.txt", "1 ids are held out; expected at least 129 for a row"),
         ("large.npy", "token id 999 is outside the model's vocabulary of 256"),
         ("square.npy", "expected integers of one dimension"),
         ("pickled.npy", "Python objects"),
@@ -177,7 +177,8 @@ def test_train_in_one_process_writes_receipts_as_json_lines(mixle, tmp_path):
     assert code == 0
     *receipts, result = [json.loads(line) for line in out.splitlines()]
     assert [receipt["update"] for receipt in receipts] == [0, 1, 2, 3]
-    assert {receipt["num_tokens"] for receipt in receipts} == {2 * 4 * 31}
+    assert {receipt["num_tokens"] for receipt in receipts} == {2 * 4 * 32}
+    assert {(r["num_examples"], r["num_update_local_examples"], r["microbatches"], r["accumulation"]) for r in receipts} == {(8, 8, 2, 2)}
     assert receipts[-1]["loss"] < receipts[0]["loss"]
     assert result["updates"] == 4
     code, _, err = mixle("train", *arguments, "--require-below", "0.01")

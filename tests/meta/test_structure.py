@@ -21,6 +21,8 @@ KERNEL = sorted(CORE.glob("*.py"))
 SUBPACKAGES = sorted(directory.name for directory in CORE.iterdir() if (directory / "__init__.py").exists())
 PLUGINS = sorted((ROOT / "plugins").glob("mixle-*"))
 DISTRIBUTIONS = [ROOT, *PLUGINS]
+GROUPS = ("mixle", "mixle.commands")
+"""Entry points of hooks, and of commands."""
 SOURCES = sorted([*CORE.rglob("*.py"), *(ROOT / "plugins").rglob("*.py")])
 
 
@@ -180,23 +182,26 @@ def test_a_plugin_imports_the_core_by_its_front_doors_and_no_other_plugin(plugin
     assert wrong == []
 
 
+def entries(plugin: Path) -> dict[str, dict[str, str]]:
+    return project(plugin).get("entry-points", {})
+
+
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 def test_an_entry_point_is_named_like_its_distribution(plugin):
-    facts = project(plugin)
-    (name, value), *others = facts["entry-points"]["mixle"].items()
-    assert others == []
-    assert plugin.name == facts["name"] == f"mixle-{name}"
-    assert (plugin / "src" / value.replace(".", "/")).with_suffix(".py").exists()
+    assert project(plugin)["name"] == plugin.name
+    assert entries(plugin)
+    assert set(entries(plugin)) <= set(GROUPS)
+    assert set(entries(plugin).get("mixle", {plugin.name.removeprefix("mixle-"): ""})) == {plugin.name.removeprefix("mixle-")}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
-def test_a_plugin_module_imports_no_heavy_library_at_its_head(plugin):
-    entry = (plugin / "src" / project(plugin)["entry-points"]["mixle"][plugin.name.removeprefix("mixle-")].replace(".", "/")).with_suffix(
-        ".py"
-    )
-    head = [node for node in ast.parse(entry.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    taken = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0] for node in head}
-    assert taken <= {"mixle_core", *sys.stdlib_module_names}
+def test_an_entry_module_exists_and_imports_no_heavy_library_at_its_head(plugin):
+    for group, points in entries(plugin).items():
+        for value in points.values():
+            module = (plugin / "src" / value.partition(":")[0].replace(".", "/")).with_suffix(".py")
+            head = [node for node in ast.parse(module.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            taken = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0] for node in head}
+            assert taken <= {"mixle_core", *sys.stdlib_module_names, *(("click",) if group == "mixle.commands" else ())}
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.name)

@@ -1,0 +1,269 @@
+"""`LM`: a language model with `fit`, `evaluate` and `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+
+from mixle_core import CapabilityError, OwnershipTable, ParallelPlan, StepReceipt, UsageError, explain, load_plugins, prepare
+from mixle_core.runtime import Session, launch_command
+from mixle_lm import fit as fitting
+from mixle_lm.documents import documents_separate
+from mixle_lm.generate import generate
+from mixle_lm.loader import RowLoader
+from mixle_lm.losses import causal_lm_loss, last_token_loss, vocabulary
+from mixle_lm.rows import Rows
+
+log = structlog.get_logger(__name__)
+
+_SPLIT = ("pp", "cp", "tp", "ep", "etp")
+"""Axes that split the forward of a row, which an objective with one target a row does not have."""
+
+
+class LM:
+    """A language model that trains on token ids.
+
+    Args:
+        model: a module that takes `input_ids` (by that name, or first) and returns logits, or an object with `logits`;
+            or `NAME:SIZE` of an installed plugin, such as `qwen3:tiny`.
+        seed: of initial values (of what is on meta), dropout and the order of rows.
+        plugins: names to load instead of all installed ones; or name -> module of further plugins beside them.
+        device: to train on; None takes this process's GPU where there is one, else the CPU.
+
+    Attributes:
+        session: the session that training uses, from the first `fit` on.
+        loader: hands out the rows of the running or last `fit`; its `state_dict()` says where it stands.
+    """
+
+    def __init__(self, model: nn.Module | str, *, seed: int = 0, plugins: Any = None, device: torch.device | str | None = None) -> None:
+        self._plugins = plugins
+        self.model = self._build(model) if isinstance(model, str) else model
+        if not isinstance(self.model, nn.Module):
+            raise UsageError(f"LM({type(model).__name__}): expected a torch.nn.Module, or NAME:SIZE of a plugin")
+        self.vocab_size = vocabulary(self.model)
+        self.seed = seed
+        self.session: Session | None = None
+        self.loader: RowLoader | None = None
+        self._device = device
+        self._backend: Any = None
+
+    def _build(self, spec: str) -> nn.Module:
+        name, colon, rest = spec.partition(":")
+        if not colon or not rest:
+            raise UsageError(f"LM({spec!r}): expected NAME:SIZE of a plugin, such as qwen3:tiny, or a module")
+        if self._plugins is None:
+            loaded = load_plugins(required=[name])
+        elif isinstance(self._plugins, Mapping):
+            loaded = load_plugins(required=[] if name in self._plugins else [name], extra=self._plugins)
+        else:
+            loaded = load_plugins([*{name, *self._plugins}])
+        built = loaded.ask_one(name, "build_model", spec=rest)
+        if built is None:
+            raise UsageError(f"plugin {name!r} builds no models; name one that does, or pass a module")
+        return built  # type: ignore[no-any-return]
+
+    def fit(
+        self,
+        token_ids: Any,
+        *,
+        dense: bool = True,
+        sequence_length: int | None = None,
+        eos_token_id: int | None = None,
+        batch_size: int = 8,
+        steps: int | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        distributed: bool = False,
+        distributed_backend: Any = None,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        optimizer: Any = None,
+        schedule: Any = None,
+        max_grad_norm: float | None = 1.0,
+        loader_state: Mapping[str, Any] | None = None,
+        callback: Callable[[StepReceipt], None] | None = None,
+        progress: bool | None = None,
+        **plan: Any,
+    ) -> fitting.FitResult:
+        """Train on `token_ids`. Collective under `distributed=True`: every rank passes the same.
+
+        Args:
+            token_ids: an array or tensor of integers, a `.npy` path, or an iterable of ids or of documents: see `Rows`.
+            dense: every position has a target. False: only the last one of each row, under data parallelism alone.
+            sequence_length: inputs of a row; by default 128, or what the rows have.
+            eos_token_id: the id that ends a document, for token ids in one stream.
+            batch_size: rows of a batch on each data rank; a batch is cut into `microbatches` backwards.
+            steps: updates. By default one epoch.
+            epochs: times that every row comes.
+            distributed: train on the ranks that a launcher started. Without it, on this process alone.
+            distributed_backend: label, or labels in order of preference; None when only one plugin claims.
+            optimizer: `parameters -> Optimizer`, or pattern -> that; by default AdamW with `lr` and `weight_decay`.
+            schedule: `optimizer -> LRScheduler`, stepped once per update, such as `cosine_schedule(steps)`.
+            max_grad_norm: clip the global norm to this; None leaves it.
+            loader_state: what `loader.state_dict()` said, to go on from there.
+            callback: called with the receipt of each update, on every rank.
+            progress: False shows nothing, None a bar on a terminal, True also lines elsewhere.
+            **plan: fields of ParallelPlan, such as `dp_shard=8, precision="bf16", microbatches=4, gradient_accumulation_steps=8`.
+
+        Returns:
+            The receipts, the ownership table and the time. A second `fit` under the same plan goes on from the first.
+
+        Raises:
+            UsageError: input that cannot be right; the command that launches the ranks, when there are none.
+            MixleError: whatever stands in the way of the plan, on every rank.
+        """
+        wanted = _plan(plan, distributed=distributed, dense=dense)
+        rows = Rows(
+            token_ids,
+            length=sequence_length or self._default_length(token_ids),
+            vocab_size=self.vocab_size,
+            eos_token_id=eos_token_id,
+            dense=dense,
+        )
+        session = self._attach(
+            wanted,
+            distributed_backend,
+            loss=causal_lm_loss if dense else last_token_loss,
+            optimizer=optimizer or partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay),
+            schedule=schedule,
+            max_grad_norm=max_grad_norm,
+        )
+        loader = self._loader(rows, session, batch_size, shuffle=shuffle, at_least=wanted.microbatches)
+        if loader_state is not None:
+            loader.load_state_dict(loader_state)
+        updates = fitting.num_updates(loader, steps, epochs, wanted.gradient_accumulation_steps)
+        self.session, self.loader = session, loader
+        separate = documents_separate(session, rows) if rows.documents else None
+        if separate is False:
+            log.warning("documents_attend_to_each_other", model=type(self.model).__name__)
+        whole = None if steps is not None else (epochs or 1)
+        session.module.train()
+        receipts, seconds = fitting.run(session, loader, updates, whole_epochs=whole, callback=callback, progress=progress)
+        tokens = sum(receipt.num_tokens or 0 for receipt in receipts)
+        return fitting.FitResult(receipts, session.reduction.table, seconds, tokens, separate)
+
+    def evaluate(
+        self,
+        token_ids: Any,
+        *,
+        sequence_length: int | None = None,
+        eos_token_id: int | None = None,
+        batch_size: int = 8,
+        dense: bool = True,
+    ) -> float:
+        """Mean loss per token in nats, over all rows and data ranks. Collective; nothing of the model changes.
+
+        Before the first `fit` it is that of one process.
+
+        Args:
+            token_ids, sequence_length, eos_token_id, batch_size, dense: as in `fit`.
+        """
+        session = self._ready()
+        length = sequence_length or self._default_length(token_ids)
+        rows = Rows(token_ids, length=length, vocab_size=self.vocab_size, eos_token_id=eos_token_id, dense=dense)
+        loader = self._loader(rows, session, batch_size, shuffle=False, at_least=1)
+        return session.evaluate((batch.tensors for batch in loader), loss=causal_lm_loss if dense else last_token_loss)
+
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        eos_token_id: int | None = None,
+    ) -> list[int]:
+        """The ids that follow `prompt`, without it. Collective; every rank gets the same.
+
+        One forward over the whole text for each new id: enough to look at what a model learned.
+
+        Args:
+            prompt: ids of one text: an array, a tensor or a list.
+            temperature: 0 takes the likeliest id; above 0 ids are drawn, the more evenly the higher it is.
+            top_k: draw from so many of the likeliest ids only.
+            seed: of the drawing.
+            eos_token_id: stop behind this id.
+        """
+        session = self._ready()
+        context = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        return generate(
+            session,
+            prompt,
+            vocab_size=self.vocab_size,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            context=context,
+        )
+
+    def explain(self, plan: ParallelPlan, backend: Any = None) -> OwnershipTable:
+        """Who would reduce what under `plan`: no process group, nothing changes."""
+        return explain(self.model, plan, backend=backend, plugins=self._plugins)
+
+    def close(self) -> None:
+        """Give the model back without hooks; its parameters stay as they are cut."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _default_length(self, token_ids: Any) -> int | None:
+        return None if getattr(token_ids, "ndim", 1) == 2 or isinstance(token_ids, str) else 128
+
+    def _loader(self, rows: Rows, session: Session, batch_size: int, *, shuffle: bool, at_least: int) -> RowLoader:
+        plan, at = session.plan, session.reduction.mesh.coordinates
+        return RowLoader(
+            rows,
+            batch_size=batch_size,
+            data_rank=at["dp_replicate"] * plan.dp_shard + at["dp_shard"],
+            data_size=plan.dp_replicate * plan.dp_shard,
+            at_least=at_least,
+            seed=self.seed,
+            shuffle=shuffle,
+        )
+
+    def _attach(self, plan: ParallelPlan, backend: Any, **options: Any) -> Session:
+        if self.session is None:
+            self._backend = backend
+            return prepare(self.model, plan, backend=backend, seed=self.seed, plugins=self._plugins, device=self._device, **options)
+        if plan != self.session.plan or backend != self._backend:
+            raise UsageError(
+                f"the model is cut and owned as {self.session.plan.describe()}; fit under the same plan and backend, or build a new LM"
+            )
+        return Session(self.session.reduction, **options)
+
+    def _ready(self) -> Session:
+        if self.session is None:
+            self.session = self._attach(
+                ParallelPlan(), None, loss=causal_lm_loss, optimizer=torch.optim.AdamW, schedule=None, max_grad_norm=None
+            )
+        return self.session
+
+
+def _plan(fields: Mapping[str, Any], *, distributed: bool, dense: bool) -> ParallelPlan:
+    try:
+        plan = ParallelPlan(**fields)
+    except TypeError as error:
+        raise UsageError(
+            f"fit: {str(error).replace('ParallelPlan.__init__() ', '')}; expected its own options or fields of ParallelPlan"
+        ) from error
+    if not dense:
+        split = [f"{axis}={plan.size(axis)}" for axis in plan.active if axis in _SPLIT]
+        if split:
+            raise CapabilityError(
+                f"dense=False has one target a row and is data parallel only, not {', '.join(split)}; set it to 1, or dense=True"
+            )
+    if distributed and plan.world_size == 1:
+        raise UsageError("distributed=True with a plan of one process: say how the ranks are used, such as dp_shard=8")
+    if not distributed and plan.world_size > 1:
+        raise UsageError(
+            f"{plan.describe()} needs {plan.world_size} processes: pass distributed=True and launch with: {launch_command(plan.world_size)}"
+        )
+    return plan

@@ -1,0 +1,89 @@
+"""Losses over batches of rows: summed over the targets, with their number, whatever the model returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mixle_core import UsageError
+from mixle_lm.rows import IGNORED
+
+
+@functools.lru_cache(maxsize=64)
+def _accepted(forward: Any) -> tuple[frozenset[str], str | None]:
+    """Names that a forward takes, and the first one that may come by position."""
+    parameters = inspect.signature(forward).parameters.values()
+    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
+    return frozenset(p.name for p in parameters), by_position[0] if by_position else None
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward that the model itself defines: wrappers such as DistributedDataParallel pass everything on."""
+    inner = getattr(module, "module", None)
+    return type(inner if isinstance(inner, nn.Module) else module).forward
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the model's forward names this argument."""
+    return name in _accepted(_forward_of(module))[0]
+
+
+def call(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    """Logits of shape [rows, length, vocabulary] from a model that returns them, or an object with `logits`.
+
+    `input_ids` goes by that name where the forward has it, else by position; `position_ids` only where the forward names
+    it, and then without a key/value cache, which would make transformers models ignore where documents end.
+    """
+    names, first = _accepted(_forward_of(module))
+    options = {name: value for name, value in options.items() if name in names}
+    if position_ids is not None and "position_ids" in names:
+        options["position_ids"] = position_ids
+        if "use_cache" in names:
+            options["use_cache"] = False
+    output: Any = module(input_ids=input_ids, **options) if "input_ids" in names or first is None else module(input_ids, **options)
+    logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        found = f"shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise UsageError(f"the model returned {found}; expected logits of shape [rows, length, vocabulary], or an object that has them")
+    return logits
+
+
+def causal_lm_loss(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Summed loss over all positions that have a target, and their number.
+
+    For models that return logits, also those whose own loss is a mean: it is not asked for.
+
+    Args:
+        batch: `input_ids`, `targets` (one further on; -100 has no loss), perhaps `position_ids`; shape [rows, length].
+    """
+    logits = call(module, batch["input_ids"], batch.get("position_ids"))
+    targets = batch["targets"]
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    return loss, int((targets != IGNORED).sum())
+
+
+def last_token_loss(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Summed loss at the last position of each row, and the number of rows that have a target there."""
+    logits = call(module, batch["input_ids"], batch.get("position_ids"), logits_to_keep=1)
+    targets = batch["targets"][:, -1]
+    return F.cross_entropy(logits[:, -1].float(), targets, reduction="sum", ignore_index=IGNORED), int((targets != IGNORED).sum())
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Number of token ids that the model takes.
+
+    Raises:
+        UsageError: it has neither a `config.vocab_size` nor an embedding.
+    """
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is None:
+        size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if size is None:
+        raise UsageError(f"{type(model).__name__} has neither config.vocab_size nor an embedding; expected a language model over token ids")
+    return int(size)
