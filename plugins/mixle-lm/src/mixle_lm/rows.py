@@ -107,6 +107,8 @@ class Rows:
             exists = at < len(self.ids)
             tokens = np.where(exists, self.ids[np.minimum(at, len(self.ids) - 1)], 0).astype(np.int64)
             document = self._by_eos(tokens) if self._starts is None else np.searchsorted(self._starts, at, side="right")
+        # what fills a row up goes on with the document before it, so that positions say nothing of it
+        document = np.maximum.accumulate(np.where(exists, document, 0), axis=1)
         tokens[filler], exists[filler] = 0, False
         targets = np.where(exists[:, 1:] & (document[:, 1:] == document[:, :-1]), tokens[:, 1:], IGNORED)
         if not self.dense:
