@@ -97,8 +97,8 @@ def exactly_one(
         refusals: (bidder, refusal) of those who were asked and declined; shown when nobody bids.
 
     Raises:
-        nobody: a key without a bid, with every refusal's reason and remedy.
-        several: a key with two bids or more, with every bidder.
+        MixleError: of the type `nobody` for a key without a bid, with every refusal's reason and remedy; of the type
+            `several` for a key with two bids or more, with every bidder.
     """
     found: dict[str, list[Bid]] = {key: [] for key in keys}
     for bid in bids:
@@ -164,12 +164,18 @@ class Row:
 
     @property
     def model_replica_axes(self) -> tuple[str, ...]:
-        """Pending axes whose role somebody declared: what the first update checks."""
+        """Pending axes whose role somebody declared; the first update checks these."""
         return tuple(axis for axis in self.pending if axis not in DATA_AXES)
 
     def role_text(self) -> str:
         """The declared roles in a phrase, such as `tp: Shard(0)`."""
         return ", ".join(f"{axis}: {describe_role(role)}" for axis, role in self.roles.items()) or "-"
+
+    def operation_text(self) -> str:
+        """What is done over which axes, stage by stage, such as `sum over dp_shard then tp, kept sharded`."""
+        stages = " then ".join(" x ".join(stage) for stage in self.stages)
+        done = self.operation if self.operation == "none" else f"{self.operation} over {stages}"
+        return done + (", kept sharded" if self.stored else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Fields and values, ready for JSON."""
@@ -202,6 +208,11 @@ class OwnershipTable:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __str__(self) -> str:
+        lines = [(name, row.owner, row.role_text(), row.operation_text()) for name, (row, *_) in self.by_pattern()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
     @property
     def owners(self) -> tuple[str, ...]:

@@ -82,6 +82,13 @@ class StepReceipt:
     skipped: str | None = None
     owners: tuple[OwnerReceipt, ...] = ()
 
+    def __str__(self) -> str:
+        if not self.committed:
+            return f"update {self.update}, batch waiting: loss {self.loss:.4f} over {self.num_local_tokens} tokens of this rank"
+        owners = "".join(f"; {o.owner}: {o.num_collectives} collectives, {o.payload_bytes:,} bytes" for o in self.owners)
+        state = f"SKIPPED ({self.skipped})" if self.skipped else f"norm {self.grad_norm:.4f}, lr {self.learning_rate:.2e}"
+        return f"update {self.update}: loss {self.loss:.4f} over {self.num_tokens} tokens, {state}{owners}"
+
     def as_dict(self) -> dict[str, Any]:
         """Fields and values, ready for JSON."""
         return attrs.asdict(self)

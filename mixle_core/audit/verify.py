@@ -102,6 +102,7 @@ def verify(
     Args:
         build: makes the model, equal on every call; on meta it is filled from `seed`.
         loss: as in `prepare`.
+        batch: `(update, backward, data rank) -> microbatch`: what that data rank trains on, the same wherever it is asked for.
         windows: backwards of each update; one shorter than the plan's ends inside `no_sync()`. None: three full ones.
         max_grad_norm: clip in both.
         optimizer: used for both.

@@ -14,7 +14,7 @@ from rich.table import Table
 from mixle_core.audit import VerifyReport
 from mixle_core.errors import UsageError
 from mixle_core.layout import Layouts
-from mixle_core.ownership import OwnershipTable, Row, pending_axes
+from mixle_core.ownership import OwnershipTable, pending_axes
 from mixle_core.plan import ParallelPlan
 
 _ADAM_STATES = 2
@@ -77,18 +77,10 @@ def ownership_table(table: OwnershipTable, *, by_parameter: bool = False) -> Tab
         row = rows[0]
         payload = sum(r.payload_bytes for r in rows)
         shown.add_row(
-            pattern, str(len(rows)), row.owner, row.role_text(), " ".join(row.pending) or "-", operation_text(row),
+            pattern, str(len(rows)), row.owner, row.role_text(), " ".join(row.pending) or "-", row.operation_text(),
             row.dtype.removeprefix("torch."), str(row.group_size), human_bytes(payload),
         )  # fmt: skip
     return shown
-
-
-def operation_text(row: Row) -> str:
-    """What is done over which axes, stage by stage."""
-    if row.operation == "none":
-        return "none"
-    stages = " then ".join(" x ".join(stage) for stage in row.stages)
-    return f"{row.operation} over {stages}" + (", kept sharded" if row.stored else "")
 
 
 def verify_table(report: VerifyReport) -> Table:
@@ -126,7 +118,7 @@ def save_table(table: OwnershipTable, path: Path) -> None:
                 rows[0].owner,
                 rows[0].role_text(),
                 " ".join(rows[0].pending) or "-",
-                operation_text(rows[0]),
+                rows[0].operation_text(),
                 payload,
             )
             lines.append(f"| {' | '.join(map(str, cells))} |".replace("*", "\\*"))

@@ -41,6 +41,11 @@ def build_optimizers(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]
     )
     built: dict[str, Optimizer] = {}
     for pattern, factory in routes.items():
+        if not callable(factory):
+            raise UsageError(
+                f"optimizer {pattern!r} is a {type(factory).__name__}; expected what makes one from parameters, such as "
+                "partial(torch.optim.AdamW, lr=3e-4): the parameters are new once the model is cut"
+            )
         optimizer = factory([parameter for name, parameter in parameters.items() if chosen[name].value == pattern])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"optimizer {pattern!r}: the factory returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")

@@ -60,6 +60,9 @@ def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[st
         plugins = (plugins,)
     if not isinstance(plugins, LoadedPlugins):
         named = plugins is not None and not isinstance(plugins, Mapping)
+        odd = next((item for item in plugins if not isinstance(item, str)), None) if named and plugins is not None else None
+        if odd is not None:
+            raise UsageError(f'plugins names a {type(odd).__name__}; expected names, or name -> module such as {{"mine": {odd!r}}}')
         plugins = load_plugins(list(plugins) if named else None, extra=plugins if isinstance(plugins, Mapping) else None)  # type: ignore[arg-type]
     backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
     refuse_foreign(model)
@@ -116,7 +119,7 @@ def explain(model: nn.Module, plan: ParallelPlan, *, backend: str | Sequence[str
     Args:
         model: whole, unwrapped.
         backend: label, or labels in order of preference; None when only one claims.
-        plugins: names to load instead of all installed ones; or name -> module of further plugins beside them.
+        plugins: names to load instead of all installed ones; name -> module of further plugins beside them; or a `load_plugins(...)`.
 
     Raises:
         MixleError: whatever would stop `attach`, with the way out.

@@ -123,7 +123,7 @@ class Session:
             with ExitStack() as stack:
                 if not (last_batch and index == len(pieces) - 1):
                     stack.enter_context(self.reduction.no_sync())
-                loss, count = self._loss(self.module, piece)
+                loss, count = _loss_and_count(self._loss(self.module, piece))
                 if loss.dim() != 0 or not loss.requires_grad:
                     raise UsageError(
                         f"loss returned a tensor of shape {list(loss.shape)}: expected a summed scalar with a gradient, and a token count"
@@ -243,7 +243,7 @@ class Session:
         loss_sum, tokens = 0.0, 0
         with self.evaluating() as module:
             for batch in batches:
-                value, count = measure(module, self._to_device(batch))
+                value, count = _loss_and_count(measure(module, self._to_device(batch)))
                 loss_sum += float(value)
                 tokens += int(count)
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
@@ -272,6 +272,12 @@ class Session:
         if number == 1:
             return [batch], total
         return [_map_tensors(batch, functools.partial(_piece, number, i)) for i in range(number)], total
+
+
+def _loss_and_count(result: Any) -> tuple[torch.Tensor, int]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+        raise UsageError(f"loss returned a {type(result).__name__}; expected (summed loss, number of loss tokens)")
+    return result
 
 
 def _check_max_norm(value: float | None) -> None:

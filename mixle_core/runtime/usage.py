@@ -47,8 +47,8 @@ class Usage:
         """End the update. Collective unless use is known not to vary.
 
         Returns:
-            Names that no rank used, and names that this rank should have used and did not: the latter only when use is
-            known not to vary, and then the update must fail.
+            The names that no rank used, and those that this rank should have used and did not. Of the latter there are
+            some only when use is known not to vary, and then the update must fail.
         """
         self._fold()
         window, always = self._window, self._always

@@ -52,6 +52,16 @@ def test_data_axes_are_pending_without_a_declaration_and_model_axes_by_role():
     assert pending_axes(ParallelPlan(), known["gate.weight"]) == ()
 
 
+def test_a_table_reads_as_a_line_for_each_pattern():
+    plan = ParallelPlan(dp_shard=2, tp=2)
+    table = OwnershipTable(plan, tuple(row(plan, name, **FSDP) for name in ("norm.weight", "up.weight")))
+    assert str(table).splitlines() == [
+        "norm.weight  alpha  tp: Replica(partial)  sum over dp_shard then tp, kept sharded",
+        "up.weight    alpha  tp: Shard(0)          sum over dp_shard, kept sharded",
+    ]
+    assert str(OwnershipTable(plan, ())) == ""
+
+
 def test_data_parallel_row():
     check(
         row(ParallelPlan(dp_replicate=4), "up.weight", **DDP),

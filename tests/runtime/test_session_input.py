@@ -23,6 +23,11 @@ def one_process(loss=next_token_loss, plan=None, **options):
         ({"**.weight": adamw}, mx.OwnershipError, r"exactly one optimizer; none for 9 of 22\n  blocks\.\*\.branch\.bias \(2 of them\)"),
         ({"**": adamw, "embed.*": adamw}, mx.OwnershipError, r"several for 1 of 22: embed\.weight: claimed by \*\* and embed\.\*"),
         ({"**": adamw, "lora.*": adamw}, mx.UsageError, r"optimizer pattern 'lora\.\*' routes no trainable parameter"),
+        (
+            torch.optim.AdamW([torch.zeros(1)]),
+            mx.UsageError,
+            r"optimizer '\*\*' is a AdamW; expected what makes one from parameters, such as partial\(torch\.optim\.AdamW",
+        ),
         (lambda parameters: None, mx.UsageError, r"optimizer '\*\*': the factory returned NoneType, expected a torch\.optim\.Optimizer"),
     ],
 )
@@ -54,6 +59,8 @@ def test_batches_that_cannot_be_cut_are_refused(batch, text):
             lambda module, ids: (module(ids).sum().detach(), 4),
             r"loss returned a tensor of shape \[\]: expected a summed scalar with a gradient",
         ),
+        (lambda module, ids: module(ids).sum(), r"^loss returned a Tensor; expected \(summed loss, number of loss tokens\)$"),
+        (lambda module, ids: (4, module(ids).sum()), r"^loss returned a tuple; expected \(summed loss, number of loss tokens\)$"),
     ],
 )
 def test_a_loss_that_is_no_summed_scalar_is_refused(loss, text):
@@ -66,6 +73,11 @@ def test_limits_that_cannot_be_are_refused_before_anything_happens():
         one_process(max_grad_norm=0)
     with pytest.raises(mx.PlanError, match="precision='fp8': expected one of fp32, bf16"):
         one_process(precision="fp8")
+
+
+def test_plugins_passed_without_a_name_are_refused():
+    with pytest.raises(mx.UsageError, match=r'^plugins names a OwnsEverything; expected names, or name -> module such as \{"mine": <'):
+        mx.explain(toy_model(), Plan(), plugins=[OwnsEverything()])
 
 
 class Pair(NamedTuple):
