@@ -33,6 +33,18 @@ class _Commands(click.Group):
         point = None if own else added_commands().get(cmd_name)
         return load_command(point, _with_plan) if point else own
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A broken command of some distribution does not take the help of the others with it."""
+        rows = []
+        for name in self.list_commands(ctx):
+            try:
+                command = self.get_command(ctx, name)
+                rows.append((name, command.get_short_help_str(90) if command else ""))
+            except MixleError as error:
+                rows.append((name, f"broken: {error}"))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Say where a missing command may come from."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
