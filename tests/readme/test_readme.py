@@ -16,11 +16,18 @@ CONSOLE = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
 
 def test_every_block_is_of_a_kind_that_is_run():
     assert len(re.findall(r"^```\w+$", README, re.MULTILINE)) == len(PYTHON) + len(CONSOLE)
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 4
 
 
-@pytest.mark.parametrize(("ranks", "code"), PYTHON, ids=["explain", "own-loop", "session"])
-def test_python_block(ranks, code, tmp_path):
+EXPECTED = ("nats per byte", "('dp_shard', 'tp')", "update 2: loss", "held out: 5.")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "expected"),
+    [(*block, said) for block, said in zip(PYTHON, EXPECTED, strict=True)],
+    ids=["language-model", "explain", "own-loop", "session"],
+)
+def test_python_block(ranks, code, expected, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(code)
     command = [sys.executable, str(script)]
@@ -30,7 +37,6 @@ def test_python_block(ranks, code, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = {"1": "('dp_shard', 'tp')", "4": "update 2: loss", "2": "held out: 5."}[ranks]
     assert expected in done.stdout
 
 
