@@ -45,14 +45,12 @@ __version__ = "0.1.0"
 
 _RUNTIME = ("Reduction", "Session", "attach", "explain", "prepare")
 
-# fmt: off
 __all__ = [
     "AgreementError", "AxisClaim", "Boundary", "CapabilityError", "Claim", "DeclarationError", "Gradient", "LayoutError", "Layouts",
     "LedgerError", "MixleError", "ModelLayout", "ModuleLayout", "OwnerReceipt", "OwnerReduction", "OwnershipError", "OwnershipTable",
     "ParallelPlan", "ParameterLayout", "PlanError", "PluginError", "Reduction", "Refusal", "Replica", "Role", "Row", "Session", "Shard",
     "StepReceipt", "Term", "UsageError", "attach", "exactly_one", "explain", "hookimpl", "installed_plugins", "load_plugins", "prepare",
-]
-# fmt: on
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ def agreement_document(
     """
     return {
         "plan": plan.as_dict(),
-        "plugins": [list(plugin) for plugin in plugins],
+        "plugins": dict(plugins),
         "extra": dict(extra),
         "sequence": list(layouts.sequence),
         "units": list(layouts.units),

@@ -43,7 +43,7 @@ def declared_layouts(plugins: LoadedPlugins, model: Any, plan: ParallelPlan) -> 
             answered.append(name)
             for layout in answer if isinstance(answer, tuple) else (answer,):
                 if not isinstance(layout, ModelLayout):
-                    raise LayoutError(f"{name}: declare_layout returned {type(layout).__name__}, expected ModelLayout or None")
+                    raise plugins.misanswered(name, "declare_layout", layout, "ModelLayout or None")
                 answers.append((plugins.labels[name], layout))
         if not answered:
             return answers
@@ -235,5 +235,6 @@ def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
             f"{len(missing)} of {len(parameters)} parameters are undeclared on axis {axis!r} of size {plan.size(axis)}",
             stub,
             f'put these lines into a ModelLayout(axis="{axis}", modules={{...}}) with the right roles, or install the layout plugin',
+            limit=len(stub),
         )
     )

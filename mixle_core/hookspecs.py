@@ -28,7 +28,7 @@ def declare_layout(
 ) -> ModelLayout | tuple[ModelLayout, ...] | None:
     """Declare what the parameters of a model are on a model axis, and which modules to wrap as one.
 
-    Called before anything is sharded, without a process group; a plugin that answered is not asked again, one that
+    Called before anything is sharded, and may not communicate; a plugin that answered is not asked again, one that
     answered None is asked again after every round that declared something.
 
     Args:

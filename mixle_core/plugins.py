@@ -18,6 +18,7 @@ from mixle_core.errors import PluginError, explain_failure
 
 ENTRY_POINT_GROUP = "mixle"
 ALLOW_LIST = "MIXLE_PLUGINS"
+CORRECT = f"correct the plugin, or leave it out of {ALLOW_LIST}"
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +70,16 @@ def installed_plugins() -> tuple[InstalledPlugin, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
+def require_installed(names: Iterable[str]) -> None:
+    """Raise PluginError, with the nearest name, for the first of `names` that is not installed."""
+    installed = [plugin.name for plugin in installed_plugins()]
+    for name in sorted(set(names) - set(installed)):
+        hint = "".join(f" (did you mean {near!r}?)" for near in difflib.get_close_matches(name, installed, n=1))
+        raise PluginError(
+            f"no plugin named {name!r} is installed{hint}; way out: pip install mixle-{name}, or `mixle plugins` lists what is there"
+        )
+
+
 @attrs.define
 class LoadedPlugins:
     """Loaded plugins and the one place that calls their hooks, one plugin at a time and in name order."""
@@ -91,6 +102,10 @@ class LoadedPlugins:
         answers = self.manager.subset_hook_caller(hook, remove_plugins=others)(**arguments)
         return answers[0] if answers else None
 
+    def misanswered(self, name: str, hook: str, answer: Any, expected: str) -> PluginError:
+        """The error about an answer of a wrong type."""
+        return PluginError(f"{self.labels[name]}: {hook} returned {type(answer).__name__}, expected {expected}; way out: {CORRECT}")
+
 
 def load_plugins(
     names: Iterable[str] | None = None, *, required: Iterable[str] = (), extra: Mapping[str, Any] | None = None
@@ -110,13 +125,8 @@ def load_plugins(
     installed = {plugin.name: plugin for plugin in installed_plugins()}
     wanted = list(names) if names is not None else [name for name, plugin in installed.items() if plugin.enabled and name not in extra]
     asked_for = {*required, *(wanted if names is not None else ()), *(allowed_by_environment() or ())} - extra.keys()
+    require_installed(asked_for)
     for name in sorted(asked_for):
-        if name not in installed:
-            near = difflib.get_close_matches(name, installed, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise PluginError(
-                f"no plugin named {name!r} is installed{hint}; way out: pip install mixle-{name}, or `mixle plugins` lists what is there"
-            )
         if not installed[name].enabled:
             raise PluginError(f"plugin {name!r} is asked for but {ALLOW_LIST} leaves it out; way out: add it to {ALLOW_LIST}")
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -124,23 +134,19 @@ def load_plugins(
     loaded: dict[str, tuple[str, str]] = {}
     broken: dict[str, str] = {}
     for name in sorted({*wanted, *required, *extra}):
-        if name in extra:
-            plugin, label, version = extra[name], f"{name} (passed in code)", "in code"
-        else:
-            facts = installed[name]
-            label, version = facts.label(), facts.version
-            try:
-                plugin = _entry_point(facts).load()
-            except Exception as error:  # the plugin's code is not ours: whatever its import raises is its failure
-                if name in asked_for:
-                    raise PluginError(
-                        f"plugin {label} failed to import: {type(error).__name__}: {error}; "
-                        f"way out: repair it, or leave it out of {ALLOW_LIST}"
-                    ) from error
-                broken[name] = f"{type(error).__name__}: {error}"
-                log.warning("plugin_broken", plugin=name, reason=broken[name])
-                continue
-        _check_contract(label, plugin)
+        label, version = (f"{name} (passed in code)", "in code") if name in extra else (installed[name].label(), installed[name].version)
+        try:
+            plugin = extra[name] if name in extra else _imported(installed[name])
+            _check_contract(label, plugin)
+        except PluginError as error:
+            if name in asked_for or name in extra:
+                raise
+            broken[name] = str(error)
+            log.warning("plugin_broken", plugin=name, reason=broken[name])
+            continue
+        if manager.is_registered(plugin):
+            twin = loaded[str(manager.get_name(plugin))][0]
+            raise PluginError(f"plugins {twin} and {label} are one module; way out: leave one of them out of {ALLOW_LIST}, or uninstall it")
         manager.register(plugin, name=name)
         loaded[name] = (label, version)
     return LoadedPlugins(
@@ -151,8 +157,12 @@ def load_plugins(
     )
 
 
-def _entry_point(facts: InstalledPlugin) -> importlib.metadata.EntryPoint:
-    return importlib.metadata.EntryPoint(name=facts.name, value=facts.value, group=ENTRY_POINT_GROUP)
+def _imported(facts: InstalledPlugin) -> Any:
+    try:
+        return importlib.metadata.EntryPoint(name=facts.name, value=facts.value, group=ENTRY_POINT_GROUP).load()
+    except Exception as error:  # the plugin's code is not ours: whatever its import raises is its failure
+        way_out = f"way out: repair it, or leave it out of {ALLOW_LIST}"
+        raise PluginError(f"plugin {facts.label()} failed to import: {type(error).__name__}: {error}; {way_out}") from error
 
 
 def _hookimpls(plugin: Any) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -184,8 +194,4 @@ def _check_contract(label: str, plugin: Any) -> None:
             elif argument.default is not argument.empty:
                 faults.append(f"hook {name!r} gives {argument.name!r} a default; take it without one")
     if faults:
-        raise PluginError(
-            explain_failure(
-                f"plugin {label} breaks the contract of the hooks", faults, "correct the plugin, or leave it out of MIXLE_PLUGINS"
-            )
-        )
+        raise PluginError(explain_failure(f"plugin {label} breaks the contract of the hooks", faults, CORRECT))

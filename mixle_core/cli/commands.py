@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from mixle_core.errors import MixleError, UsageError
-from mixle_core.plugins import installed_plugins
+from mixle_core.plugins import ALLOW_LIST, allowed_by_environment, installed_plugins, require_installed
 
 
 class _Commands(click.Group):
@@ -67,6 +68,7 @@ def cli() -> None:
 def plugins(check: bool, as_json: bool) -> int:
     """List the installed plugins without importing any."""
     rows = []
+    require_installed(allowed_by_environment() or ())
     for plugin in installed_plugins():
         state = "enabled" if plugin.enabled else "left out by MIXLE_PLUGINS"
         if check and plugin.enabled:
@@ -89,11 +91,27 @@ def plugins(check: bool, as_json: bool) -> int:
     return 1 if broken else 0
 
 
+_TOLD = 3
+_IMPORT = f"""
+import sys
+from mixle_core.errors import MixleError
+from mixle_core.plugins import load_plugins
+try:
+    load_plugins([sys.argv[1]])
+except MixleError as error:
+    print(error, file=sys.stderr)
+    sys.exit({_TOLD})
+"""
+
+
 def _import_alone(name: str) -> str:
-    code = "import sys; from mixle_core.plugins import load_plugins; load_plugins([sys.argv[1]])"
-    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False, timeout=300)
-    lines = done.stderr.strip().splitlines() or ["ended without a word"]
-    return "enabled, imports" if done.returncode == 0 else f"broken: {lines[-1]}"
+    env = {**os.environ, ALLOW_LIST: name}  # alone, whatever else the allow-list asks for
+    done = subprocess.run([sys.executable, "-c", _IMPORT, name], capture_output=True, text=True, check=False, timeout=300, env=env)
+    if done.returncode == 0:
+        return "enabled, imports"
+    said = done.stderr.strip().splitlines() or ["ended without a word"]
+    # the plugin's own error is told whole; of a process that died, the last line is left
+    return "broken: " + (" ".join(line.strip() for line in said) if done.returncode == _TOLD else said[-1])
 
 
 def _plan_command(function: Any) -> Any:

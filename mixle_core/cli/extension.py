@@ -7,16 +7,18 @@ import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
-from torch import nn
 
 from mixle_core.errors import PluginError, UsageError
 from mixle_core.ownership import OwnershipTable
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import LoadedPlugins
+
+if TYPE_CHECKING:
+    from torch import nn
 
 COMMAND_GROUP = "mixle.commands"
 """Entry points of this group are `click.Command` objects whose callback takes a CommandContext and its own options."""
@@ -68,7 +70,7 @@ def added_commands() -> dict[str, importlib.metadata.EntryPoint]:
     for point in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         known = found.setdefault(point.name, point)
         if known.value != point.value:
-            names = [p.dist.name if p.dist else "unknown" for p in (known, point)]
+            names = [f"{p.dist.name} {p.dist.version}" if p.dist else "unknown" for p in (known, point)]
             raise PluginError(
                 f"two distributions add the command {point.name!r}: {names[0]} and {names[1]}; way out: uninstall one of them"
             )

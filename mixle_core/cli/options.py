@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from torch import nn
 
 from mixle_core.errors import MixleError, UsageError
 from mixle_core.plan import PRECISIONS, ParallelPlan
 from mixle_core.plugins import LoadedPlugins, installed_plugins, load_plugins
+
+if TYPE_CHECKING:  # `mixle plugins` and `--help` come without torch
+    from torch import nn
 
 _SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp")
 
@@ -76,6 +78,8 @@ def load(spec: str) -> tuple[LoadedPlugins, Callable[[], nn.Module]]:
     build = _from_plugin(plugins, name, rest) if name in plugins else _from_callable(name, rest, sorted(installed))
 
     def checked() -> nn.Module:
+        from torch import nn
+
         model = build()
         if not isinstance(model, nn.Module):
             raise UsageError(f"--model {spec!r} gave {type(model).__name__}; expected a torch.nn.Module")

@@ -13,7 +13,7 @@ from torch import nn
 
 from mixle_core.agreement import agreement_document
 from mixle_core.declarations import declared_layouts, require_declared, resolve_layouts
-from mixle_core.errors import CapabilityError, LedgerError, PluginError, UsageError
+from mixle_core.errors import CapabilityError, LedgerError, UsageError
 from mixle_core.layout import Layouts
 from mixle_core.ledger import Ledger
 from mixle_core.ownership import LOCAL_OWNER, AxisClaim, Bid, Claim, OwnershipTable, Refusal, Row, arbitrate, exactly_one
@@ -80,7 +80,7 @@ def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[st
             elif isinstance(item, Claim):
                 claims.append((name, item))
             else:
-                raise PluginError(f"{plugins.labels[name]}: own_reduction returned {type(item).__name__}, expected Claim, Refusal or None")
+                raise plugins.misanswered(name, "own_reduction", item, "Claim, Refusal or None")
     table, winners = arbitrate(plan, layouts, claims, refusals, backends=backends, labels=plugins.labels)
     table = attrs.evolve(table, executors={axis: name for axis, (name, _) in executors.items()})
     return Arbitration(plugins, layouts, table, winners, {axis: claim for axis, (_, claim) in executors.items()}, (*declined, *refusals))
@@ -95,12 +95,13 @@ def _settle_axes(
             if isinstance(item, Refusal):
                 refusals.append((name, item))
             elif not isinstance(item, AxisClaim):
-                raise PluginError(f"{plugins.labels[name]}: own_axis returned {type(item).__name__}, expected AxisClaim, Refusal or None")
+                raise plugins.misanswered(name, "own_axis", item, "AxisClaim, Refusal or None")
             elif not backends or item.backend in backends:
                 bids.append(Bid(plugins.labels[name], (item.axis,), (name, item)))
+    preferred = [bid for bid in bids if not backends or _rank(bid, backends) == min(_rank(o, backends) for o in bids if o.keys == bid.keys)]
     chosen = exactly_one(
         plan.executed_axes,
-        bids,
+        preferred,
         what=f"each axis that splits the forward needs exactly one executor (plan: {plan.describe()})",
         way_out={
             "nobody": "set the axis to 1, or install and enable a plugin that executes it"
@@ -111,6 +112,11 @@ def _settle_axes(
         nobody=CapabilityError,
     )
     return {axis: bid.value for axis, bid in chosen.items()}, refusals
+
+
+def _rank(bid: Bid, backends: tuple[str, ...]) -> int:
+    """How far back in the order of preference an executor's backend stands."""
+    return backends.index(bid.value[1].backend)
 
 
 def explain(model: nn.Module, plan: ParallelPlan, *, backend: str | Sequence[str] | None = None, plugins: Plugins = None) -> OwnershipTable:
@@ -201,7 +207,7 @@ def ask_to_fill(plugins: LoadedPlugins) -> Fill:
         answers = plugins.ask("init_params", model=module, layouts=layouts, seed=seed)
         for who, names in answers:
             if not isinstance(names, (set, frozenset)):
-                raise PluginError(f"{plugins.labels[who]}: init_params returned {type(names).__name__}, expected a set of names or None")
+                raise plugins.misanswered(who, "init_params", names, "a set of names or None")
         filled = exactly_one(
             sorted({name for _, names in answers for name in names}),
             [Bid(plugins.labels[who], names) for who, names in answers],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,9 @@ def add_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     def add(name: str) -> Site:
         (tmp_path / name).mkdir()
-        monkeypatch.syspath_prepend(tmp_path / name)
+        # not syspath_prepend, whose undoing would leave the narrowed path behind
+        monkeypatch.setattr(sys, "path", [str(tmp_path / name), *sys.path])
+        importlib.invalidate_caches()
         return Site(tmp_path / name)
 
     yield add

@@ -84,7 +84,7 @@ def test_a_document_is_json_with_the_facts_of_every_parameter():
     ]
     assert [row["name"] for row in found["table"]] == ["wte.weight"]
     assert found["sequence"] == ["wte.weight", "head.weight", "frozen.weight"]
-    assert found["plugins"] == [["alpha", "1.0"], ["beta", "1.0"]]
+    assert found["plugins"] == {"alpha": "1.0", "beta": "1.0"}
     assert found["plan"] == PLAN.as_dict()
     assert found["extra"] == {"seed": 0}
 
@@ -118,17 +118,13 @@ def test_equal_numbers_of_another_type_are_found():
 
 def test_another_version_of_a_plugin_is_found():
     other = document(plugins=(("alpha", "1.0"), ("beta", "2.0")))
-    assert difference(document(), other) == 'rank 1 differs from rank 0 at plugins[1][1]: "2.0" against "1.0"'
+    assert difference(document(), other) == 'rank 1 differs from rank 0 at plugins.beta: "2.0" against "1.0"'
 
 
 def test_a_missing_plugin_is_found():
     other = document(plugins=(("alpha", "1.0"),))
-    assert difference(document(), other) == (
-        "rank 1 differs from rank 0 at plugins[['beta', '1.0']]: 1 entries (absent there) against 2 entries"
-    )
-    assert difference(other, document()) == (
-        "rank 1 differs from rank 0 at plugins[['beta', '1.0']]: 2 entries (only there) against 1 entries"
-    )
+    assert difference(document(), other) == 'rank 1 differs from rank 0 at plugins.beta: "absent" against "1.0"'
+    assert difference(other, document()) == 'rank 1 differs from rank 0 at plugins.beta: "1.0" against "absent"'
 
 
 def test_parameters_registered_in_another_order_are_found():

@@ -13,6 +13,7 @@ from mixle_core import (
     ModelLayout,
     ModuleLayout,
     ParallelPlan,
+    PluginError,
     Replica,
     Shard,
     Term,
@@ -409,6 +410,9 @@ def test_a_faulty_declaration_names_the_plugin_with_its_label(site):
     ],
 )
 def test_an_answer_of_another_type_is_refused_with_the_type(site, answer, kind):
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(PluginError) as caught:
         declared_layouts(load_plugins(extra={"alpha": Declares(answer)}), LINEARS, TP2)
-    assert str(caught.value) == f"alpha: declare_layout returned {kind}, expected ModelLayout or None"
+    assert str(caught.value) == (
+        f"alpha (passed in code): declare_layout returned {kind}, expected ModelLayout or None; "
+        "way out: correct the plugin, or leave it out of MIXLE_PLUGINS"
+    )
