@@ -164,6 +164,20 @@ def test_a_second_fit_goes_on_and_another_plan_is_refused():
         lm.fit(ids, sequence_length=8, steps=1, gradient_accumulation_steps=2)
 
 
+@pytest.mark.parametrize("kind", ["array", "path", "text"])
+def test_a_row_has_128_inputs_unless_told_or_what_rows_have(tmp_path, kind):
+    ids, rows = np.ones(300, dtype=int), np.ones((3, 9), dtype=int)
+    for name, values in (("ids", ids), ("rows", rows)):
+        np.save(tmp_path / f"{name}.npy", values)
+    paths = [tmp_path / "ids.npy", tmp_path / "rows.npy"]
+    stream, cut = {"array": [ids, rows], "path": paths, "text": [str(path) for path in paths]}[kind]
+    tokens = [receipt.num_tokens for receipt in LM(qwen3(), plugins={}).fit(stream, batch_size=1).receipts]
+    assert sorted(tokens) == [43, 128, 128]
+    assert [receipt.num_tokens for receipt in LM(qwen3(), plugins={}).fit(cut, batch_size=3).receipts] == [24]
+    with pytest.raises(mx.UsageError, match="sequence_length=0: expected at least 1 input a row"):
+        LM(qwen3(), plugins={}).fit(stream, sequence_length=0)
+
+
 def test_going_on_from_a_loader_state_trains_on_what_is_left():
     ids = np.random.default_rng(0).integers(1, VOCAB, 81)
     whole = LM(qwen3(), plugins={}).fit(ids, sequence_length=8, batch_size=2, epochs=1)

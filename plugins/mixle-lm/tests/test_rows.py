@@ -106,6 +106,7 @@ def test_a_file_is_memory_mapped_and_only_asked_for_rows_are_read(tmp_path):
         (np.array([1.0, 2.0]), {}, "token_ids: float64 of shape [2]; expected integers of shape [ids] or [rows, ids of a row]"),
         (np.zeros((2, 2, 2), dtype=int), {}, "token_ids: int64 of shape [2, 2, 2]; expected integers"),
         (np.zeros((2, 4), dtype=int), {}, "token_ids of shape [2, 4] are rows of 3 inputs; got sequence_length=4"),
+        (np.arange(9), {"length": None, "dense": False}, "token_ids has 9 ids; expected at least 129"),
         (np.arange(9), {"length": 0}, "sequence_length=0: expected at least 1 input a row"),
         (np.arange(9), {"eos_token_id": 50}, "eos_token_id=50: expected an id of the vocabulary of 50"),
         (["a", "b"], {}, "expected integers"),

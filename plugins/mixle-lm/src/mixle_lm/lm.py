@@ -120,7 +120,7 @@ class LM:
         wanted = _plan(plan, distributed=distributed, dense=dense)
         rows = Rows(
             token_ids,
-            length=sequence_length or self._default_length(token_ids),
+            length=sequence_length,
             vocab_size=self.vocab_size,
             eos_token_id=eos_token_id,
             dense=dense,
@@ -164,8 +164,7 @@ class LM:
             token_ids, sequence_length, eos_token_id, batch_size, dense: as in `fit`.
         """
         session = self._ready()
-        length = sequence_length or self._default_length(token_ids)
-        rows = Rows(token_ids, length=length, vocab_size=self.vocab_size, eos_token_id=eos_token_id, dense=dense)
+        rows = Rows(token_ids, length=sequence_length, vocab_size=self.vocab_size, eos_token_id=eos_token_id, dense=dense)
         loader = self._loader(rows, session, batch_size, shuffle=False, at_least=1)
         return session.evaluate((batch.tensors for batch in loader), loss=causal_lm_loss if dense else last_token_loss)
 
@@ -213,9 +212,6 @@ class LM:
         if self.session is not None:
             self.session.close()
             self.session = None
-
-    def _default_length(self, token_ids: Any) -> int | None:
-        return None if getattr(token_ids, "ndim", 1) == 2 or isinstance(token_ids, str) else 128
 
     def _loader(self, rows: Rows, session: Session, batch_size: int, *, shuffle: bool, at_least: int) -> RowLoader:
         plan, at = session.plan, session.reduction.mesh.coordinates

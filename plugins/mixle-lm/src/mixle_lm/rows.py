@@ -13,6 +13,7 @@ import numpy as np
 
 from mixle_core import UsageError
 
+DEFAULT_LENGTH = 128
 IGNORED = -100
 """Target of a position without a loss."""
 
@@ -32,7 +33,7 @@ class Rows:
 
     Args:
         token_ids: see `read_token_ids`.
-        length: inputs of a row; None only for ids that come as rows.
+        length: inputs of a row; None is 128, or what ids have that come as rows.
         vocab_size: ids are at least 0 and below it.
         eos_token_id: the id that ends a document; None when documents come one by one, or are of no interest.
         dense: whether every position has a target.
@@ -61,7 +62,9 @@ class Rows:
             if inputs < 1 or not len(self.ids):
                 raise UsageError(f"token_ids of shape {list(self.ids.shape)}: expected rows of at least 2 ids")
             return inputs
-        if length is None or isinstance(length, bool) or length < 1:
+        if length is None:
+            length = DEFAULT_LENGTH
+        if isinstance(length, bool) or length < 1:
             raise UsageError(f"sequence_length={length}: expected at least 1 input a row")
         needed = 2 if self.dense else length + 1
         if len(self.ids) < needed:
