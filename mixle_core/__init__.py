@@ -1,7 +1,6 @@
 """mixle: every gradient declared, arbitrated, executed once and auditable.
 
-The names of the kernel come without torch. `explain`, `attach` and `prepare` load the runtime, and with it torch, when
-they are first used.
+The kernel's names come without torch; `explain`, `attach` and `prepare` load the runtime, and torch, when first used.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from mixle_core.layout import (
     Shard,
     Term,
 )
-from mixle_core.ownership import AxisClaim, Claim, OwnershipTable, Refusal, Row, exactly_one
+from mixle_core.ownership import AxisClaim, Bid, Claim, OwnershipTable, Refusal, Row, exactly_one
 from mixle_core.plan import ParallelPlan
-from mixle_core.plugins import installed_plugins, load_plugins
+from mixle_core.plugins import InstalledPlugin, LoadedPlugins, installed_plugins, load_plugins
 from mixle_core.receipts import Gradient, OwnerReceipt, OwnerReduction, StepReceipt
 
 if TYPE_CHECKING:
@@ -46,10 +45,11 @@ __version__ = "0.1.0"
 _RUNTIME = ("Reduction", "Session", "attach", "explain", "prepare")
 
 __all__ = [
-    "AgreementError", "AxisClaim", "Boundary", "CapabilityError", "Claim", "DeclarationError", "Gradient", "LayoutError", "Layouts",
-    "LedgerError", "MixleError", "ModelLayout", "ModuleLayout", "OwnerReceipt", "OwnerReduction", "OwnershipError", "OwnershipTable",
-    "ParallelPlan", "ParameterLayout", "PlanError", "PluginError", "Reduction", "Refusal", "Replica", "Role", "Row", "Session", "Shard",
-    "StepReceipt", "Term", "UsageError", "attach", "exactly_one", "explain", "hookimpl", "installed_plugins", "load_plugins", "prepare",
+    "AgreementError", "AxisClaim", "Bid", "Boundary", "CapabilityError", "Claim", "DeclarationError", "Gradient", "InstalledPlugin",
+    "LayoutError", "Layouts", "LedgerError", "LoadedPlugins", "MixleError", "ModelLayout", "ModuleLayout", "OwnerReceipt",
+    "OwnerReduction", "OwnershipError", "OwnershipTable", "ParallelPlan", "ParameterLayout", "PlanError", "PluginError", "Reduction",
+    "Refusal", "Replica", "Role", "Row", "Session", "Shard", "StepReceipt", "Term", "UsageError", "attach", "exactly_one", "explain",
+    "hookimpl", "installed_plugins", "load_plugins", "prepare",
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def declare_layout(
 
 
 @hookspec
-def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | Refusal | None:
+def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | tuple[AxisClaim, ...] | Refusal | None:
     """Bid to execute one model axis: to shard the weights and install the boundaries that the layouts declare.
 
     Called once, before `own_reduction`, when an axis that splits the forward (a model axis or cp) is above 1.

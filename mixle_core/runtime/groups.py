@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import itertools
 import os
@@ -96,6 +97,7 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
                 raise UsageError(f"RANK={rank!r} in the environment: expected 0 to {int(world) - 1} beside WORLD_SIZE={world}")
             # joined before the plan is compared with it, so that a rank with another plan can tell the others
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=plan.timeout_s))
+            atexit.register(_leave_processes)
         elif plan.world_size == 1:
             return device
         else:
@@ -106,6 +108,12 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
         if os.environ.get(name, str(value)) != str(value):
             raise UsageError(f"{name}={os.environ[name]} in the environment, but the process group says {value}; unset the stray variable")
     return device
+
+
+def _leave_processes() -> None:
+    """At exit, from the process group that was joined here: its threads would still run while the interpreter goes away."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _default_device() -> torch.device:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mixle_core.errors import CapabilityError, LayoutError, UsageError
+from mixle_core.errors import CapabilityError, LayoutError, PluginError, UsageError
 from mixle_core.layout import Layouts, join, logical_name, tied_names
 from mixle_core.ownership import pending_axes
 from mixle_core.plan import AXES
@@ -201,6 +201,12 @@ def _fill_module(
         own = {join(name, local) for local in fresh}
         mine = attrs.evolve(layouts, parameters={n: p for n, p in layouts.parameters.items() if n in own})
         done = fill(module, mine, seed) if own else frozenset()
+        unset = [local for local in fresh if join(name, local) in done and _is_blank(getattr(module, local))]
+        if unset:
+            raise PluginError(
+                f"init_params said that it filled {', '.join(join(name, local) for local in unset)}, but not all values there are set; "
+                "way out: correct the plugin, or let it return only the names it fills"
+            )
         pending = [local for local, tensor in whole.items() if join(name, local) not in done and _is_blank(tensor)]
         for way in _own_initialiser(model, module, raw):
             if not pending:

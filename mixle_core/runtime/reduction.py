@@ -361,7 +361,11 @@ class Reduction:
             self.zero()
             self.require_same_rows(num_tokens, batch_digest)
         if self._probe is not None:
-            self._probe.judge()
+            try:
+                self._probe.judge()
+            except Exception:  # found alike on every rank; no gradient of it is left for another update
+                self.zero()
+                raise
             if self._probe.done:
                 self._probe = None
         self.update += 1

@@ -196,6 +196,22 @@ def test_a_hook_fills_before_the_module_and_only_what_it_names():
     assert torch.equal(model.b.weight, nn.Linear(2, 2).weight)
 
 
+class Claims:
+    """An init_params hook that says it filled what it left alone."""
+
+    @mx.hookimpl
+    def init_params(self, model, layouts, seed):
+        return frozenset(name for name in layouts.parameters if name.endswith("bias")) or None
+
+
+def test_a_hook_that_did_not_fill_what_it_names_is_an_error():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    text = r"^init_params said that it filled 0\.bias, but not all values there are set; way out: correct the plugin, or let it return only"
+    with pytest.raises(mx.PluginError, match=text):
+        mx.attach(model, Plan(), plugins={"claims": Claims()})
+
+
 def test_two_hooks_that_fill_one_parameter_are_an_error_naming_both():
     plugins = {"a": Fills("norm.bias", 1.0), "b": Fills("norm.bias", 2.0)}
     with pytest.raises(

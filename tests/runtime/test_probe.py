@@ -122,6 +122,8 @@ def train(plan, roles, uses, owner="OwnsEverything"):
             found = {name: gradient.clone() for name, gradient in reduction.finish(5).gradients.items()}
         except mx.MixleError as error:
             found = (type(error).__name__, str(error))
+            left = [name for name, parameter in reduction.named_parameters() if parameter.grad is not None]
+            assert left == [], "an update that is given up leaves no gradient behind"
         reduction.zero()
         after = counted_traffic("mixle:control:")
         calls = {key: t.num_collectives - (before[key].num_collectives if key in before else 0) for key, t in after.items()}

@@ -114,8 +114,9 @@ class LM:
             The receipts, the ownership table and the time. A second `fit` under the same plan goes on from the first.
 
         Raises:
-            UsageError: input that cannot be right; the command that launches the ranks, when there are none.
-            MixleError: whatever stands in the way of the plan, on every rank.
+            UsageError: input that cannot be right.
+            CapabilityError: no ranks were launched; its text ends with the command that launches them.
+            MixleError: whatever else stands in the way of the plan, on every rank.
         """
         wanted = _plan(plan, distributed=distributed, dense=dense)
         rows = Rows(
