@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from mixle_core.cli import main
-
 GOOD = """
 import click
 
@@ -39,18 +37,6 @@ def add(tmp_path, monkeypatch):
         return place
 
     return make
-
-
-@pytest.fixture
-def mixle(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mixle", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return run
 
 
 def test_an_added_command_gets_the_plan_and_the_model_beside_its_own_options(mixle, add):

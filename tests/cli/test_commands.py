@@ -1,27 +1,10 @@
 """The command line in this process: what it prints and how it exits."""
 
 import json
-import sys
 
 import pytest
 
-from mixle_core.cli import main
-
 GIB = 2**30
-
-
-@pytest.fixture
-def mixle(monkeypatch, capsys):
-    """Run `mixle ARGUMENTS`; return (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mixle", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return run
 
 
 def one_line(err):
