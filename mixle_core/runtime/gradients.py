@@ -49,7 +49,7 @@ class Reduced:
     Args:
         gradients: logical name -> gradient, as the owners handed them over.
         square_sum: global sum of squares, before scaling.
-        scale: factor that turned summed into mean gradients; already applied.
+        scale: factor that turned summed into mean gradients; already applied, as is `clip_factor`.
         num_tokens: loss tokens of the whole update, over all data ranks.
         num_examples: rows of the whole update, over all data ranks, as far as `finish` was told.
         loss: mean loss per token, over all data ranks.
@@ -66,6 +66,7 @@ class Reduced:
         scale: float,
         num_tokens: int,
         loss: float,
+        clip_factor: float = 1.0,
         num_examples: int = 0,
         nonfinite: tuple[str, ...] = (),
         skipped: str | None = None,
@@ -79,7 +80,7 @@ class Reduced:
         self.nonfinite = nonfinite
         self.skipped = skipped
         self.owners = owners
-        self.clip_factor = 1.0
+        self.clip_factor = clip_factor
         self._grad_norm = math.sqrt(square_sum) * scale if math.isfinite(square_sum) else square_sum
 
     @property

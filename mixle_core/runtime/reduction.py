@@ -309,7 +309,14 @@ class Reduction:
         return stack
 
     def finish(
-        self, num_tokens: int, loss_sum: float = 0.0, *, loss_scale: float = 1.0, num_examples: int = 0, batch_digest: int = 0
+        self,
+        num_tokens: int,
+        loss_sum: float = 0.0,
+        *,
+        loss_scale: float = 1.0,
+        max_norm: float | None = None,
+        num_examples: int = 0,
+        batch_digest: int = 0,
     ) -> Reduced:
         """End the update: reduce what is not reduced yet, check the ledger, and scale to the mean over all loss tokens.
 
@@ -320,6 +327,7 @@ class Reduction:
                 only in model axes see the same rows and pass the same number.
             loss_sum: this rank's summed loss, unscaled; only reported.
             loss_scale: what this rank's summed losses were multiplied with before backward; equal on all ranks.
+            max_norm: clip the global norm to this, as `clip_` would, in the pass over the gradients that scales them.
             num_examples: rows of this rank in this update; only reported.
             batch_digest: below 2**32, of the rows themselves; compared between ranks that differ only in model axes.
 
@@ -376,13 +384,16 @@ class Reduction:
             nonfinite = tuple(sorted({name for names in self.mesh.gather_objects(mine) for name in names}))
         skipped = f"non-finite gradient: {', '.join(nonfinite[:3])}" if nonfinite else (None if total else "no loss token on any rank")
         scale = 1.0 / (total * loss_scale) if total else 1.0
+        norm = math.sqrt(square_sum) * scale if skipped is None else 0.0
+        clip_factor = max_norm / norm if max_norm is not None and norm > max_norm else 1.0
         if skipped is None:
-            multiply_(gradients.values(), scale)
+            multiply_(gradients.values(), scale * clip_factor)
         return Reduced(
             gradients,
             self.mesh,
             square_sum=square_sum,
             scale=scale,
+            clip_factor=clip_factor,
             num_tokens=total,
             num_examples=round(examples),
             loss=loss / total if total else 0.0,

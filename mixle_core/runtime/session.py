@@ -188,14 +188,13 @@ class Session:
             self._tokens,
             self._loss_sum,
             loss_scale=self._loss_scale,
+            max_norm=self._max_grad_norm,
             num_examples=self._examples,
             batch_digest=self._digest,
         )
         self._start_window()
         rate = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         if reduced.skipped is None:
-            if self._max_grad_norm is not None:
-                reduced.clip_(self._max_grad_norm)
             for optimizer in self.optimizers.values():
                 optimizer.step()
             for scheduler in self.schedulers:
