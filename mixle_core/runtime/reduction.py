@@ -254,6 +254,11 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
     return Reduction(model, module, won, mesh, owners, seed)
 
 
+def _bad_limit(max_norm: float | None) -> UsageError | None:
+    wrong = max_norm is not None and not max_norm > 0
+    return UsageError(f"max_norm={max_norm!r}: expected a number above 0, or None") if wrong else None
+
+
 def _counted(owner: str) -> Traffic:
     return sum(counted_traffic(f"mixle:{owner}:").values(), Traffic())
 
@@ -339,7 +344,7 @@ class Reduction:
         if self._stopped is not None:
             raise self._stopped
         gradients: dict[str, Gradient] = {}
-        failure: Exception | None = self._changed() or self._finished_before()
+        failure: Exception | None = self._changed() or self._finished_before() or _bad_limit(max_norm)
         square_sum = 0.0
         copies = self.mesh.plan.world_size // self.mesh.plan.data_size
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -85,6 +86,7 @@ class Session:
         self._compared = False
         self._digest = 0
         self._start_window()
+        reduction.zero()  # a session before this one may have left a window half done
 
     @property
     def module(self) -> nn.Module:
@@ -109,6 +111,8 @@ class Session:
                 with different rows.
         """
         pieces, rows = self._split(batch)
+        if num_examples is not None and not 0 <= num_examples <= rows:
+            raise UsageError(f"num_examples={num_examples!r}: expected 0 to {rows}, the rows of the batch")
         with self._whole_window():
             self._digest = batch_digest(batch, self._digest)
             if not self._compared and self.plan.world_size > self.plan.data_size:
@@ -129,7 +133,7 @@ class Session:
                         f"loss returned a tensor of shape {list(loss.shape)}: expected a summed scalar with a gradient, and a token count"
                     )
                 (loss * self._loss_scale).backward()
-            tokens += int(count)
+            tokens += count
             loss_sum += loss.detach().double()  # stays on the device: reading it would wait for every microbatch
         self._batches += 1
         self._tokens += tokens
@@ -244,7 +248,7 @@ class Session:
             for batch in batches:
                 value, count = _loss_and_count(measure(module, self._to_device(batch)))
                 loss_sum += float(value)
-                tokens += int(count)
+                tokens += count
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
         total_loss, total_tokens = self.reduction.mesh.all_reduce_control(shared).tolist()
         if not total_tokens:
@@ -276,7 +280,14 @@ class Session:
 def _loss_and_count(result: Any) -> tuple[torch.Tensor, int]:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
         raise UsageError(f"loss returned a {type(result).__name__}; expected (summed loss, number of loss tokens)")
-    return result
+    loss, given = result
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"loss returned {given!r} as the number of loss tokens; expected a whole number of at least 0")
+    return loss, count
 
 
 def _check_max_norm(value: float | None) -> None:

@@ -60,6 +60,10 @@ def test_batches_that_cannot_be_cut_are_refused(batch, text):
             r"loss returned a tensor of shape \[\]: expected a summed scalar with a gradient",
         ),
         (lambda module, ids: module(ids).sum(), r"^loss returned a Tensor; expected \(summed loss, number of loss tokens\)$"),
+        (lambda module, ids: (module(ids).sum(), 2.5), r"^loss returned 2\.5 as the number of loss tokens; expected a whole number"),
+        (lambda module, ids: (module(ids).sum(), -1), r"^loss returned -1 as the number of loss tokens"),
+        (lambda module, ids: (module(ids).sum(), torch.tensor(2.0)), r"^loss returned tensor\(2\.\) as the number of loss tokens"),
+        (lambda module, ids: (module(ids).sum(), None), r"^loss returned None as the number of loss tokens"),
         (lambda module, ids: (4, module(ids).sum()), r"^loss returned a tuple; expected \(summed loss, number of loss tokens\)$"),
     ],
 )
@@ -78,6 +82,57 @@ def test_limits_that_cannot_be_are_refused_before_anything_happens():
 def test_plugins_passed_without_a_name_are_refused():
     with pytest.raises(mx.UsageError, match=r'^plugins names a OwnsEverything; expected names, or name -> module such as \{"mine": <'):
         mx.explain(toy_model(), Plan(), plugins=[OwnsEverything()])
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_more_examples_than_rows_are_refused(number):
+    with pytest.raises(mx.UsageError, match=f"^num_examples={number}: expected 0 to 2, the rows of the batch$"):
+        one_process().train_batch(token_batch(0, 0, 0, rows=2), num_examples=number)
+
+
+def test_a_count_may_be_a_tensor_of_one_integer():
+    def loss(module, ids):
+        value, count = next_token_loss(module, ids)
+        return value, torch.tensor(count)
+
+    plain = one_process().train_batch(token_batch(0, 0, 0))
+    assert one_process(loss=loss).train_batch(token_batch(0, 0, 0)) == plain
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_of_the_norm_that_cannot_be_is_refused_by_finish_too(limit):
+    reduction = mx.attach(toy_model(), Plan(), plugins={})
+    value, count = next_token_loss(reduction.module, token_batch(0, 0, 0))
+    value.backward()
+    with pytest.raises(mx.UsageError, match=r"^max_norm=.*: expected a number above 0, or None$"):
+        reduction.finish(count, max_norm=limit)
+
+
+def test_clipping_in_finish_is_clipping_behind_it():
+    found = []
+    for options in ({"max_norm": 0.01}, {}):
+        reduction = mx.attach(toy_model(), Plan(), plugins={})
+        value, count = next_token_loss(reduction.module, token_batch(0, 0, 0))
+        value.backward()
+        reduced = reduction.finish(count, **options)
+        reduced.clip_(0.01)
+        found.append((reduced.norm(), reduced.clip_factor, reduced.gradients))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-6)
+    assert found[0][1] < 1
+    for name, gradient in found[0][2].items():
+        assert torch.allclose(gradient, found[1][2][name], rtol=1e-5, atol=0)
+
+
+def test_a_session_drops_what_one_before_it_left():
+    reduction = mx.attach(toy_model(), Plan(gradient_accumulation_steps=2), plugins={})
+    options = {"loss": next_token_loss, "optimizer": adamw, "schedule": None, "max_grad_norm": None}
+    mx.Session(reduction, **options).train_batch(token_batch(0, 0, 0))
+    session = mx.Session(reduction, **options)
+    session.train_batch(token_batch(1, 0, 0))
+    receipt = session.train_batch(token_batch(2, 0, 0))
+    fresh = mx.prepare(toy_model(), Plan(gradient_accumulation_steps=2), loss=next_token_loss, optimizer=adamw, plugins={})
+    fresh.train_batch(token_batch(1, 0, 0))
+    assert receipt.grad_norm == pytest.approx(fresh.train_batch(token_batch(2, 0, 0)).grad_norm, rel=1e-6)
 
 
 class Pair(NamedTuple):

@@ -138,6 +138,16 @@ def test_fit_equals_a_hand_written_loop_with_windows_across_epochs_and_a_short_l
     assert result.num_tokens == 2 * (len(ids) - 1)
 
 
+def test_recomputation_and_a_cache_by_default_do_not_meet():
+    ids = np.random.default_rng(0).integers(1, VOCAB, 100)
+    found = []
+    for checkpointing in (False, True):
+        lm = LM(llama(attn_implementation="eager", use_cache=True), plugins={})
+        result = lm.fit(ids, sequence_length=16, batch_size=4, steps=2, activation_checkpointing=checkpointing)
+        found.append([(receipt.loss, receipt.grad_norm) for receipt in result.receipts])
+    assert found[0] == [pytest.approx(pair, rel=1e-6) for pair in found[1]]
+
+
 def test_one_target_a_row_trains_on_the_last_position_alone():
     model = qwen3()
     ids = np.random.default_rng(0).integers(1, VOCAB, (6, 9))

@@ -139,14 +139,20 @@ class LM:
             loader.load_state_dict(loader_state)
         updates = fitting.num_updates(loader, steps, epochs, wanted.gradient_accumulation_steps)
         self.session, self.loader = session, loader
-        separate = documents_separate(session, rows) if rows.documents else None
-        if separate is False:
-            log.warning("documents_attend_to_each_other", model=type(self.model).__name__)
+        separate = self._documents_separate(session, rows) if rows.documents else None
         whole = None if steps is not None else (epochs or 1)
         session.module.train()
         receipts, seconds = fitting.run(session, loader, updates, whole_epochs=whole, callback=callback, progress=progress)
+        if separate:  # weights that start at zero may have hidden what documents tell each other
+            separate = self._documents_separate(session, rows)
         tokens = sum(receipt.num_tokens or 0 for receipt in receipts)
         return fitting.FitResult(receipts, session.reduction.table, seconds, tokens, separate)
+
+    def _documents_separate(self, session: Session, rows: Rows) -> bool:
+        separate = documents_separate(session, rows)
+        if not separate:
+            log.warning("documents_attend_to_each_other", model=type(self.model).__name__)
+        return separate
 
     def evaluate(
         self,

@@ -38,14 +38,15 @@ def call(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor 
     """Logits of shape [rows, length, vocabulary] from a model that returns them, or an object with `logits`.
 
     `input_ids` goes by that name where the forward has it, else by position; `position_ids` only where the forward names
-    it, and then without a key/value cache, which would make transformers models ignore where documents end.
+    it. Never with a key/value cache: with one, transformers models ignore where documents end, and recomputation in the
+    backward would append to it once more.
     """
     names, first = _accepted(_forward_of(module))
     options = {name: value for name, value in options.items() if name in names}
     if position_ids is not None and "position_ids" in names:
         options["position_ids"] = position_ids
-        if "use_cache" in names:
-            options["use_cache"] = False
+    if "use_cache" in names:
+        options["use_cache"] = False
     output: Any = module(input_ids=input_ids, **options) if "input_ids" in names or first is None else module(input_ids, **options)
     logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
