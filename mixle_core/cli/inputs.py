@@ -20,9 +20,10 @@ def causal_lm_loss(module: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What a wrapper such as DistributedDataParallel holds, or the module itself."""
+    """What a wrapper holds as `module` (its forward names nothing but self and passes everything on), or the module itself."""
     inner = getattr(module, "module", None)
-    return inner if isinstance(inner, nn.Module) else module
+    named = [p for p in inspect.signature(type(module).forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return unwrapped(inner) if isinstance(inner, nn.Module) and len(named) == 1 else module
 
 
 def squared_loss(module: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -254,9 +255,16 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
     return Reduction(model, module, won, mesh, owners, seed)
 
 
-def _bad_limit(max_norm: float | None) -> UsageError | None:
+def _bad_number(max_norm: float | None, loss_scale: float) -> UsageError | None:
+    if not 0 < loss_scale < math.inf:
+        return UsageError(f"loss_scale={loss_scale!r}: expected a number above 0")
     wrong = max_norm is not None and not max_norm > 0
     return UsageError(f"max_norm={max_norm!r}: expected a number above 0, or None") if wrong else None
+
+
+def _factor(rank: int) -> int:
+    """An odd number below 2**13 that differs between most ranks."""
+    return 1 + 2 * (zlib.crc32(str(rank).encode()) % 4096)
 
 
 def _counted(owner: str) -> Traffic:
@@ -290,9 +298,11 @@ class Reduction:
         self._stopped: Exception | None = None
         self._traffic = {name: Traffic() for name in owners}
         self._fresh, self._finished = True, False
-        self._inside = False
+        self._inside = self._uncounted = False
         peers = mesh.plan.group_ranks(mesh.rank, _SAME_ROWS)
-        self._opposed = 1 if mesh.rank != peers[0] else 1 - len(peers)
+        # factors that add up to nothing over the ranks of one data rank, and differ, so that two faults do not cancel; small
+        # enough for the sum of all products with 24 bits of digest to be exact in float64
+        self._opposed = _factor(mesh.rank) if mesh.rank != peers[0] else -sum(map(_factor, peers[1:]))
         self._handles = [model.register_forward_pre_hook(self._guard)]
         self._forward: Any = None
         if module is not model:
@@ -344,7 +354,7 @@ class Reduction:
         if self._stopped is not None:
             raise self._stopped
         gradients: dict[str, Gradient] = {}
-        failure: Exception | None = self._changed() or self._finished_before() or _bad_limit(max_norm)
+        failure: Exception | None = self._changed() or self._finished_before() or _bad_number(max_norm, loss_scale)
         square_sum = 0.0
         copies = self.mesh.plan.world_size // self.mesh.plan.data_size
         try:
@@ -355,7 +365,7 @@ class Reduction:
                 square_sum = local_power_sum(gradients.values())
             except Exception as error:  # every rank has to learn of it before any raises
                 failure = failure or error
-            seen = (num_tokens * 1_000_003 + batch_digest) % 2**32
+            seen = (num_tokens * 1_000_003 + batch_digest) % 2**24
             numbers = [square_sum, num_tokens / copies, loss_sum / copies, num_examples / copies, float(failure is not None)]
             shared = torch.tensor([*numbers, seen * self._opposed, *self._order()], dtype=torch.float64)
             square_sum, tokens, loss, examples, failed, unlike, order, squares = self.mesh.all_reduce_control(shared).tolist()
@@ -407,6 +417,20 @@ class Reduction:
             owners=self._read_traffic(),
         )
 
+    def require_alike(self, what: str, values: Mapping[str, Any]) -> None:
+        """Compare plain values of every rank. Collective.
+
+        Raises:
+            UsageError: on every rank, naming the first key and two ranks that differ.
+        """
+        everyone = self.mesh.gather_objects({key: repr(value) for key, value in values.items()})
+        for rank, theirs in enumerate(everyone):
+            for key, value in everyone[0].items():
+                if theirs.get(key) != value:
+                    raise UsageError(
+                        f"{what}: {key} is {theirs.get(key)} on rank {rank} and {value} on rank 0; pass the same on every rank"
+                    )
+
     def require_same_rows(self, num_tokens: int, batch_digest: int) -> None:
         """Compare what ranks train on that differ only in model axes. Collective.
 
@@ -428,9 +452,14 @@ class Reduction:
     def uncounted(self) -> Iterator[None]:
         """Leave what happens inside, such as an evaluation, out of the receipt of the update."""
         before = {name: _counted(name) for name in self._owners}
-        yield
-        for name, was in before.items():
-            self._traffic[name] += _counted(name) - was
+        outermost, self._uncounted = not self._uncounted, True
+        try:
+            yield
+        finally:
+            if outermost:
+                self._uncounted = False
+                for name, was in before.items():
+                    self._traffic[name] += _counted(name) - was
 
     def zero(self) -> None:
         """Drop all gradients; the next update starts from nothing."""

@@ -86,6 +86,8 @@ class Session:
         self._compared = False
         self._digest = 0
         self._start_window()
+        made = {f"optimizer {pattern}": (type(o).__name__, _plain(o.defaults)) for pattern, o in self.optimizers.items()}
+        reduction.require_alike("session", {"max_grad_norm": max_grad_norm, **made})
         reduction.zero()  # a session before this one may have left a window half done
 
     @property
@@ -111,7 +113,7 @@ class Session:
                 with different rows.
         """
         pieces, rows = self._split(batch)
-        if num_examples is not None and not 0 <= num_examples <= rows:
+        if num_examples is not None and (not isinstance(num_examples, int) or not 0 <= num_examples <= rows):
             raise UsageError(f"num_examples={num_examples!r}: expected 0 to {rows}, the rows of the batch")
         with self._whole_window():
             self._digest = batch_digest(batch, self._digest)
@@ -277,6 +279,11 @@ class Session:
         return [_map_tensors(batch, functools.partial(_piece, number, i)) for i in range(number)], total
 
 
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and words among `values`: what reads the same on every rank."""
+    return {key: value for key, value in sorted(values.items()) if isinstance(value, (int, float, str, tuple, type(None)))}
+
+
 def _loss_and_count(result: Any) -> tuple[torch.Tensor, int]:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
         raise UsageError(f"loss returned a {type(result).__name__}; expected (summed loss, number of loss tokens)")
@@ -295,20 +302,15 @@ def _check_max_norm(value: float | None) -> None:
         raise UsageError(f"max_grad_norm={value!r}: expected a number above 0, or None")
 
 
-_HASHED_BYTES = 2**20
-"""Of each tensor so much goes into its digest: rows that differ do so long before."""
-
-
 def batch_digest(batch: Any, start: int = 0) -> int:
-    """CRC-32 of shapes and leading bytes of the tensors in `batch`; those on another device count by shape, to wait for none."""
-    digest = start
+    """CRC-32 of the tensors in `batch`, some GiB a second; those on another device count by shape alone, to wait for none."""
+    digest = zlib.crc32(repr(sorted(batch)).encode(), start) if isinstance(batch, Mapping) else start
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal digest
         digest = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest)
         if tensor.device.type == "cpu" and tensor.numel():
-            leading = tensor.detach().reshape(-1)[: _HASHED_BYTES // tensor.element_size()].contiguous()
-            digest = zlib.crc32(leading.view(torch.uint8).numpy().data, digest)
+            digest = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data, digest)
         return tensor
 
     _map_tensors(batch, add)

@@ -135,7 +135,38 @@ def odd_rows():
 
 def test_tp_ranks_that_read_other_data_fail_before_the_first_forward():
     for outcome in run_ranks(odd_rows, 2, timeout_s=60):
-        assert outcome.value.startswith("update 0: rank 1 got another batch than rank 0 (other rows of equal number)")
+        assert outcome.value.startswith("fit: fingerprint is ")
+        assert outcome.value.endswith("; pass the same on every rank")
+
+
+def unlike_data_ranks(change):
+    """What rank 1 of two data ranks passes differs from rank 0."""
+    options = {"sequence_length": LENGTH, "batch_size": 2, "steps": 1, "lr": 1e-3}
+    stream = ids()
+    if dist.get_rank() == 1:
+        stream = stream[::-1].copy() if change == "data" else stream[:-20] if change == "less" else stream
+        options.update({"batch_size": {"batch_size": 4}, "length": {"sequence_length": 8}, "lr": {"lr": 1e-2}}.get(change, {}))
+    try:
+        LM("qwen3:tiny").fit(stream, distributed=True, dp_replicate=2, **options)
+    except mx.MixleError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("data", "fit: fingerprint is "),
+        ("less", "fit: num_rows is "),
+        ("batch_size", "fit: batch_size is 4 on rank 1 and 2 on rank 0; pass the same on every rank"),
+        ("length", "fit: num_rows is "),
+        ("lr", "session: optimizer ** is "),
+    ],
+)
+def test_data_ranks_that_train_on_other_data_or_in_another_way_are_refused_on_every_rank(change, text):
+    for outcome in run_ranks(unlike_data_ranks, 2, change, timeout_s=60):
+        assert outcome.value is not None
+        assert outcome.value.startswith(text)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -60,6 +61,37 @@ def test_rows_that_differ_later_are_an_error_of_that_update_on_every_rank_and_ch
         assert outcome.value == [(None, True), (None, True), (("UsageError", f"update 2: {ODD}"), False)]
 
 
+def mirrored():
+    """Both data ranks have one wrong rank, in mirror image: [A, B, B, A] for ranks that should have [A, A, B, B]."""
+    plan = Plan(dp_replicate=2, tp=2)
+    session = mx.prepare(build(), plan, loss=next_token_loss, optimizer=adamw)
+    session.train_batch(rows(plan, 0))
+    return said(lambda: session.train_batch(rows(plan, 1, rank=(0, 2, 2, 0)[dist.get_rank()])))
+
+
+def test_two_faults_in_mirror_image_do_not_cancel():
+    for outcome in run_ranks(mirrored, 4, timeout_s=60):
+        assert outcome.value[0] == "UsageError"
+        assert outcome.value[1].startswith("update 1: rank 1 got another batch than rank 0 (other rows of equal number)")
+
+
+def unlike_sessions(change):
+    options = {"optimizer": adamw, "max_grad_norm": 1.0}
+    if dist.get_rank() == 1:
+        options.update({"lr": {"optimizer": partial(torch.optim.AdamW, lr=1e-2)}, "norm": {"max_grad_norm": 0.5}}[change])
+    return said(lambda: mx.prepare(build(), Plan(dp_replicate=2), loss=next_token_loss, **options))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [("norm", "session: max_grad_norm is 0.5 on rank 1 and 1.0 on rank 0; pass the same"), ("lr", "session: optimizer ** is ('AdamW', ")],
+)
+def test_sessions_that_would_drift_apart_are_refused_on_every_rank(change, text):
+    for outcome in run_ranks(unlike_sessions, 2, change, timeout_s=60):
+        assert outcome.value[0] == "UsageError"
+        assert outcome.value[1].startswith(text)
+
+
 def own_loop_with_odd_counts():
     reduction = mx.attach(build(), Plan(tp=2))
     loss, tokens = next_token_loss(reduction.module, rows(Plan(tp=2), 0))
@@ -73,6 +105,30 @@ def test_token_counts_that_differ_within_a_data_rank_are_an_error_in_an_own_loop
         kind, text = outcome.value
         assert kind == "UsageError"
         assert text.startswith(f"update 0: rank 1 got another batch than rank 0 ({tokens + 1} loss tokens against {tokens});")
+
+
+def failing_and_nested_evaluations():
+    plan = Plan(dp_shard=2)
+    session = mx.prepare(build(), plan, loss=next_token_loss, optimizer=adamw)
+    receipts = [session.train_batch(rows(plan, 0)), session.train_batch(rows(plan, 1))]
+    with session.evaluating():
+        session.evaluate([rows(plan, 50)])
+    receipts.append(session.train_batch(rows(plan, 2)))
+
+    def broken(module, ids):
+        next_token_loss(module, ids)
+        raise OSError("in the loss")
+
+    try:
+        session.evaluate([rows(plan, 51)], loss=broken)
+    except OSError:
+        receipts.append(session.train_batch(rows(plan, 3)))
+    return [receipt.owners for receipt in receipts]
+
+
+def test_evaluations_inside_one_another_or_that_fail_do_not_count_either():
+    plain = run_ranks(evaluation_between_updates, 2, False, timeout_s=60)[0].value
+    assert run_ranks(failing_and_nested_evaluations, 2, timeout_s=60)[0].value[1:] == [plain[1]] * 3
 
 
 def evaluation_between_updates(evaluate):
@@ -93,7 +149,12 @@ def test_an_evaluation_between_updates_does_not_count_in_their_receipts():
 
 def test_a_digest_sees_values_shapes_and_types_in_any_container():
     base = torch.arange(6)
-    assert batch_digest({"a": base}) == batch_digest([base.clone()])
+    assert batch_digest((base,)) == batch_digest([base.clone()])
+    late = torch.zeros(2**18, dtype=torch.int64)
+    changed = late.clone()
+    changed[-1] = 1
+    assert batch_digest(late) != batch_digest(changed)
+    assert batch_digest({"a": base}) != batch_digest({"b": base})
     others = [base.view(2, 3), base.float(), base.flip(0), torch.arange(7), torch.zeros(()), torch.zeros(0)]
     assert len({batch_digest(other) for other in [base, *others]}) == 1 + len(others)
     assert batch_digest(base, batch_digest(base)) != batch_digest(base)

@@ -84,6 +84,49 @@ def test_packed_documents_train_as_if_each_were_alone(build, attention, cache):
         assert float((packed[name] - parameter.grad).norm() / parameter.grad.norm()) < 1e-5, name
 
 
+class FarBack(nn.Module):
+    """Looks 40 positions back and nowhere else."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        return self.head(hidden + F.pad(hidden, (0, 0, 40, 0))[:, : hidden.shape[1]])
+
+
+def test_documents_that_look_far_back_are_seen_in_rows_as_long_as_those_of_training():
+    lm = LM(FarBack(), plugins={})
+    assert lm.fit(some_documents(40), sequence_length=128, batch_size=1, steps=1).documents_separate is False
+
+
+class Holder(nn.Module):
+    """A model that holds another one under the name that wrappers use, and takes positions itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.module = nn.Embedding(VOCAB, 8)
+        self.places = nn.Embedding(64, 8)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids, position_ids=None):
+        assert position_ids is not None
+        return self.head(self.module(input_ids) + self.places(position_ids))
+
+
+def test_a_model_that_holds_a_module_is_no_wrapper_of_it():
+    assert LM(Holder(), plugins={}).fit(some_documents(), sequence_length=16, batch_size=2, steps=1).documents_separate is True
+
+
+def test_the_vocabulary_can_be_said():
+    assert LM(Holder(), vocab_size=30, plugins={}).vocab_size == 30
+    with pytest.raises(mx.UsageError, match="token id 35 is outside the model's vocabulary of 30"):
+        LM(Holder(), vocab_size=30, plugins={}).fit([35, 1], steps=1)
+
+
 @pytest.mark.parametrize(("build", "apart"), [(qwen3, True), (llama, True), (mamba, False), (Recurrent, False), (partial(ToyLM, 1), True)])
 def test_whether_a_model_keeps_documents_apart_is_seen(build, apart):
     lm = LM(build(), plugins={})
@@ -223,6 +266,16 @@ def test_generate_takes_the_likeliest_or_draws_and_stops():
     assert lm.generate([1, 2, 3], max_new_tokens=6, eos_token_id=greedy[2]) == greedy[: greedy.index(greedy[2]) + 1]
 
 
+def test_a_receipt_without_finite_numbers_is_still_json(tmp_path):
+    lm = LM(qwen3(), plugins={})
+    with torch.no_grad():
+        lm.model.lm_head.weight[0, 0] = float("nan")
+    result = lm.fit(np.ones(50, dtype=int), sequence_length=8, batch_size=2, steps=1)
+    assert result.receipts[0].skipped.startswith("non-finite gradient")
+    result.save(tmp_path / "run.jsonl")
+    assert json.loads((tmp_path / "run.jsonl").read_text(), parse_constant=pytest.fail)["loss"] is None
+
+
 def test_receipts_are_saved_as_a_table_or_as_json_lines(tmp_path):
     result = LM(qwen3(), plugins={}).fit(np.ones(50, dtype=int), sequence_length=8, batch_size=2, epochs=1)
     result.save(tmp_path / "run.csv")
@@ -313,7 +366,10 @@ def test_a_model_that_returns_no_logits_is_refused():
         ([[1], [2]], {}, "prompt: expected the ids of one text"),
         ([1], {"temperature": -1.0}, "temperature=-1.0: expected 0 (greedy) or above"),
         ([1], {"top_k": 0}, "top_k=0: expected at least 1"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens=0: expected at least 1"),
+        ([1], {"temperature": float("inf")}, "temperature=inf: expected 0 (greedy) or above"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number of at least 1"),
+        ([1], {"max_new_tokens": 1.5}, "max_new_tokens=1.5: expected a whole number of at least 1"),
+        ([1], {"eos_token_id": 40}, "eos_token_id=40: expected an id of the vocabulary of 40"),
     ],
 )
 def test_what_generate_refuses_is_one_line(prompt, options, said):

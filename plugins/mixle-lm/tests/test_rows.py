@@ -42,6 +42,13 @@ def test_positions_restart_with_each_document_and_with_each_row():
     assert batch["targets"].tolist() == [[2, 3, IGNORED, IGNORED], [6, 7, 8, 9]]
 
 
+def test_a_document_ends_where_the_iterable_or_the_id_says_so():
+    shards = [np.array([1, 2, 0, 5, 6, 0, 7]), np.array([8, 9, 0, 4])]
+    batch = Rows(shards, length=10, vocab_size=VOCAB, eos_token_id=0).take(np.arange(1))
+    assert batch["targets"].tolist() == [[2, 0, IGNORED, 6, 0, IGNORED, IGNORED, 9, 0, IGNORED]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0, 1, 2]]
+
+
 def test_without_documents_every_position_has_a_target_and_the_tail_is_filled_up_without_a_loss():
     batch = Rows(np.arange(1, 8), length=4, vocab_size=VOCAB).take(np.array([1, 0, -1]))
     assert set(batch) == {"input_ids", "targets"}
@@ -107,6 +114,8 @@ def test_a_file_is_memory_mapped_and_only_asked_for_rows_are_read(tmp_path):
         (np.zeros((2, 2, 2), dtype=int), {}, "token_ids: int64 of shape [2, 2, 2]; expected integers"),
         (np.zeros((2, 4), dtype=int), {}, "token_ids of shape [2, 4] are rows of 3 inputs; got sequence_length=4"),
         (np.arange(9), {"length": None, "dense": False}, "token_ids has 9 ids; expected at least 129"),
+        (np.arange(9), {"length": 8.5}, "sequence_length=8.5: expected at least 1 input a row"),
+        (np.arange(9), {"length": "8"}, "sequence_length='8': expected at least 1 input a row"),
         (np.arange(9), {"length": 0}, "sequence_length=0: expected at least 1 input a row"),
         (np.arange(9), {"eos_token_id": 50}, "eos_token_id=50: expected an id of the vocabulary of 50"),
         (["a", "b"], {}, "expected integers"),

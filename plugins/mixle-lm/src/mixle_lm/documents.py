@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -21,10 +23,11 @@ def documents_separate(session: Session, rows: Rows) -> bool:
     argument, and layers with a running state (recurrent, state-space, convolution), do not.
     """
     mesh = session.reduction.mesh
-    length = max(2 * mesh.plan.tp, min(rows.length, 32) // mesh.plan.tp * mesh.plan.tp)
+    length = max(2, math.ceil(rows.length / mesh.plan.tp)) * mesh.plan.tp  # a row as it is trained: some layers look far back
     half = length // 2
     generator = torch.Generator().manual_seed(0)
-    first, other, second = (torch.randint(rows.vocab_size, (1, size), generator=generator) for size in (half, half, length - half))
+    first, second = (torch.randint(rows.vocab_size, (1, size), generator=generator) for size in (half, length - half))
+    other = (first + 1 + torch.randint(max(1, rows.vocab_size - 1), first.shape, generator=generator)) % rows.vocab_size  # nowhere the same
     positions = torch.from_numpy(np.concatenate([np.arange(half), np.arange(length - half)]))[None]
     with session.evaluating() as module:
         seen = [

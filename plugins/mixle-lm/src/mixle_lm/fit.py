@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -49,7 +50,7 @@ class FitResult:
             UsageError: another suffix.
         """
         path = Path(path)
-        rows = [receipt.as_dict() for receipt in self.receipts]
+        rows = [as_json(receipt) for receipt in self.receipts]
         if path.suffix == ".jsonl":
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         elif path.suffix == ".csv":
@@ -61,6 +62,12 @@ class FitResult:
                 writer.writerows(rows)
         else:
             raise UsageError(f"{path}: expected a name that ends in .jsonl or .csv")
+
+
+def as_json(receipt: StepReceipt) -> dict[str, Any]:
+    """The receipt's fields for JSON, which knows no NaN and no infinity: they become null."""
+    odd = {key: None for key, value in receipt.as_dict().items() if isinstance(value, float) and not math.isfinite(value)}
+    return receipt.as_dict() | odd
 
 
 def cosine_schedule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from mixle_core import UsageError
 from mixle_core.runtime import Session
 from mixle_lm.losses import call
-from mixle_lm.rows import read_token_ids
+from mixle_lm.rows import read_token_ids, require_whole
 
 
 def generate(
@@ -27,12 +28,13 @@ def generate(
 ) -> list[int]:
     """The ids that follow `prompt`. Collective: each token is one forward of all ranks over the whole text so far."""
     ids = _prompt(prompt, vocab_size)
-    if not temperature >= 0:
+    if not 0 <= temperature < math.inf:
         raise UsageError(f"temperature={temperature!r}: expected 0 (greedy) or above")
     if top_k is not None and top_k < 1:
         raise UsageError(f"top_k={top_k}: expected at least 1")
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens={max_new_tokens}: expected at least 1")
+    require_whole("max_new_tokens", max_new_tokens)
+    if eos_token_id is not None and not 0 <= eos_token_id < vocab_size:
+        raise UsageError(f"eos_token_id={eos_token_id}: expected an id of the vocabulary of {vocab_size}")
     mesh = session.reduction.mesh
     generator = torch.Generator().manual_seed(seed)
     new: list[int] = []
@@ -68,4 +70,4 @@ def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
+    return int(torch.multinomial(torch.softmax((logits - logits.max()).double() / temperature, -1), 1, generator=generator))

@@ -31,6 +31,7 @@ class LM:
     Args:
         model: a module that takes `input_ids` (by that name, or first) and returns logits, or an object with `logits`;
             or `NAME:SIZE` of an installed plugin, such as `qwen3:tiny`.
+        vocab_size: ids are below it; None takes `config.vocab_size`, or the size of the model's first embedding.
         seed: of initial values (of what is on meta), dropout and the order of rows.
         plugins: names to load instead of all installed ones; or name -> module of further plugins beside them.
         device: to train on; None takes this process's GPU where there is one, else the CPU.
@@ -40,12 +41,20 @@ class LM:
         loader: hands out the rows of the running or last `fit`; its `state_dict()` says where it stands.
     """
 
-    def __init__(self, model: nn.Module | str, *, seed: int = 0, plugins: Any = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | str,
+        *,
+        vocab_size: int | None = None,
+        seed: int = 0,
+        plugins: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         self._plugins = plugins
         self.model = self._build(model) if isinstance(model, str) else model
         if not isinstance(self.model, nn.Module):
             raise UsageError(f"LM({type(model).__name__}): expected a torch.nn.Module, or NAME:SIZE of a plugin")
-        self.vocab_size = vocabulary(self.model)
+        self.vocab_size = vocabulary(self.model) if vocab_size is None else vocab_size
         self.seed = seed
         self.session: Session | None = None
         self.loader: RowLoader | None = None
@@ -105,13 +114,14 @@ class LM:
             optimizer: `parameters -> Optimizer`, or pattern -> that; by default AdamW with `lr` and `weight_decay`.
             schedule: `optimizer -> LRScheduler`, stepped once per update, such as `cosine_schedule(steps)`.
             max_grad_norm: clip the global norm to this; None leaves it.
-            loader_state: what `loader.state_dict()` said, to go on from there.
+            loader_state: what `loader.state_dict()` said: the rows go on from there.
             callback: called with the receipt of each update, on every rank.
             progress: False shows nothing, None a bar on a terminal, True also lines elsewhere.
             **plan: fields of ParallelPlan, such as `dp_shard=8, precision="bf16", microbatches=4, gradient_accumulation_steps=8`.
 
         Returns:
-            The receipts, the ownership table and the time. A second `fit` under the same plan goes on from the first.
+            The receipts, the ownership table and the time. A second `fit` under the same plan trains the same parameters on;
+            its optimizer and schedule start anew.
 
         Raises:
             UsageError: input that cannot be right.
@@ -137,6 +147,8 @@ class LM:
         loader = self._loader(rows, session, batch_size, shuffle=shuffle, at_least=wanted.microbatches)
         if loader_state is not None:
             loader.load_state_dict(loader_state)
+        options = {"dense": dense, "eos_token_id": eos_token_id, "batch_size": batch_size, "steps": steps, "epochs": epochs}
+        session.reduction.require_alike("fit", {**options, **loader.state_dict()})
         updates = fitting.num_updates(loader, steps, epochs, wanted.gradient_accumulation_steps)
         self.session, self.loader = session, loader
         separate = self._documents_separate(session, rows) if rows.documents else None
@@ -173,6 +185,7 @@ class LM:
         session = self._ready()
         rows = Rows(token_ids, length=sequence_length, vocab_size=self.vocab_size, eos_token_id=eos_token_id, dense=dense)
         loader = self._loader(rows, session, batch_size, shuffle=False, at_least=1)
+        session.reduction.require_alike("evaluate", {"dense": dense, "batch_size": batch_size, **loader.state_dict()})
         return session.evaluate((batch.tensors for batch in loader), loss=causal_lm_loss if dense else last_token_loss)
 
     def generate(

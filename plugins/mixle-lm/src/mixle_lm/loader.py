@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mixle_core import UsageError
-from mixle_lm.rows import Rows
+from mixle_lm.rows import Rows, require_whole
 
 
 @attrs.frozen(eq=False)
@@ -47,6 +47,9 @@ class RowLoader:
     def __init__(
         self, rows: Rows, *, batch_size: int, data_rank: int = 0, data_size: int = 1, at_least: int = 1, seed: int = 0, shuffle: bool = True
     ) -> None:
+        require_whole("batch_size", batch_size)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise UsageError(f"seed={seed!r}: expected a whole number of at least 0")
         if batch_size < at_least:
             raise UsageError(f"batch_size={batch_size} for microbatches={at_least}: each microbatch needs a row")
         self.rows = rows

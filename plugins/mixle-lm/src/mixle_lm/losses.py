@@ -24,9 +24,11 @@ def _accepted(forward: Any) -> tuple[frozenset[str], str | None]:
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """The forward that the model itself defines: wrappers such as DistributedDataParallel pass everything on."""
+    """The forward that the model itself defines. A wrapper holds it as `module`, names no argument and passes everything on."""
     inner = getattr(module, "module", None)
-    return type(inner if isinstance(inner, nn.Module) else module).forward
+    if isinstance(inner, nn.Module) and _accepted(type(module).forward)[1] is None:
+        return _forward_of(inner)
+    return type(module).forward
 
 
 def takes(module: nn.Module, name: str) -> bool:

@@ -64,8 +64,7 @@ class Rows:
             return inputs
         if length is None:
             length = DEFAULT_LENGTH
-        if isinstance(length, bool) or length < 1:
-            raise UsageError(f"sequence_length={length}: expected at least 1 input a row")
+        require_whole("sequence_length", length, "input a row")
         needed = 2 if self.dense else length + 1
         if len(self.ids) < needed:
             why = "an input and a target" if self.dense else f"a row of {length} inputs and its target"
@@ -82,7 +81,8 @@ class Rows:
 
     def fingerprint(self) -> str:
         """SHA-256 of shape, type, cut and a sample of the ids, to tell other data from these."""
-        sample = self.ids.reshape(-1)[:: max(1, self.ids.size // 65536)] if self.ids.size else self.ids
+        places = np.unique(np.linspace(0, self.ids.size - 1, 65536).astype(np.int64))
+        sample = self.ids[places] if self.ids.ndim == 1 else self.ids[places // self.ids.shape[1], places % self.ids.shape[1]]
         cut = (self.ids.shape, str(self.ids.dtype), self.length, self.dense, self._eos, None if self._starts is None else len(self._starts))
         return hashlib.sha256(repr(cut).encode() + np.ascontiguousarray(sample).tobytes()).hexdigest()
 
@@ -109,7 +109,9 @@ class Rows:
             at = first[:, None] + np.arange(self.length + 1)
             exists = at < len(self.ids)
             tokens = np.where(exists, self.ids[np.minimum(at, len(self.ids) - 1)], 0).astype(np.int64)
-            document = self._by_eos(tokens) if self._starts is None else np.searchsorted(self._starts, at, side="right")
+            document = self._by_eos(tokens)
+            if self._starts is not None:  # a document ends where either says so
+                document = document + np.searchsorted(self._starts, at, side="right")
         # what fills a row up goes on with the document before it, so that positions say nothing of it
         document = np.maximum.accumulate(np.where(exists, document, 0), axis=1)
         tokens[filler], exists[filler] = 0, False
@@ -127,6 +129,12 @@ class Rows:
         if self._eos is not None:
             ended[:, 1:] = np.cumsum(tokens[:, :-1] == self._eos, axis=1)
         return ended
+
+
+def require_whole(name: str, value: object, of: str = "") -> None:
+    """Raise UsageError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}={value!r}: expected {f'at least 1 {of}' if of else 'a whole number of at least 1'}")
 
 
 def _positions(document: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from mixle_core import StepReceipt, UsageError
 from mixle_lm.command import say
 from mixle_lm.corpus import BOUNDARY, Corpus, read_corpus
-from mixle_lm.fit import cosine_schedule
+from mixle_lm.fit import as_json, cosine_schedule
 from mixle_lm.lm import LM
 from mixle_lm.loader import RowLoader
 from mixle_lm.rows import Rows
@@ -37,7 +37,7 @@ def run(context: Any, options: dict[str, Any]) -> int:
 
     def show(receipt: StepReceipt) -> None:
         if context.as_json and context.first_rank:
-            click.echo(json.dumps(receipt.as_dict()))
+            click.echo(json.dumps(as_json(receipt)))
 
     context.show_table(lm.explain(context.plan, context.backend))
     if not context.as_json:
