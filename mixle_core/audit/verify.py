@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mixle_core.audit.compare import assemble, relative_error
 from mixle_core.declarations import parameter_facts
+from mixle_core.errors import UsageError
 from mixle_core.layout import Layouts
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import load_plugins
@@ -113,6 +114,7 @@ def verify(
     reference = reference_model(build, seed, reduction)
     theirs_by_name = {name: p for name, p in logical_parameters(reference, reduction.layouts.transparent).items() if p.requires_grad}
     theirs = optimizer(theirs_by_name.values())
+    _require_equal_start(_gathered(reduction, trainable), theirs_by_name)
     reports = []
     receipts: Mapping[str, tuple[int, int]] = {}
     for update, length in enumerate(windows or [plan.num_backwards] * 3):
@@ -158,6 +160,15 @@ def verify(
         collectives={owner: number for owner, (number, _) in receipts.items()},
         payload_bytes={owner: size for owner, (_, size) in receipts.items()},
     )
+
+
+def _require_equal_start(ours: Mapping[str, tuple[torch.Tensor | None, bool]], theirs: Mapping[str, torch.Tensor]) -> None:
+    odd = [name for name, (values, _) in ours.items() if relative_error(values, theirs[name].detach()) > 0.0]
+    if odd:
+        raise UsageError(
+            f"two models of one build() start with different values ({len(odd)} parameters, such as {odd[0]}); expected the same at every "
+            "call: seed it inside, as with torch.manual_seed(0), or build on torch.device('meta') and let the seed fill it"
+        )
 
 
 def _one_update(reduction: Reduction, loss: Any, batch: Batch, update: int, length: int, *, full: bool) -> Any:

@@ -156,8 +156,8 @@ def explain(**options: Any) -> int:
     out.print(ownership_table(won.table, by_parameter=options["by_parameter"]))
     for axis, executor in won.table.executors.items():
         out.print(f"{axis} is executed by {executor}")
-    for who, refusal in won.refusals:
-        out.print(f"{who} declined: {refusal.reason}; {refusal.remedy}")
+    for who, refusal in won.refusals:  # every parameter has its owner: why the others are none needs no way out
+        out.print(f"{who} leaves the gradients to others: {refusal.reason}")
     payload = sum(row.payload_bytes for row in won.table.rows)
     out.print(
         f"per rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
+import json
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,6 +73,7 @@ def alone(name: str, size: str, plan: mx.ParallelPlan, folder: str, quick: bool)
     for _ in range(1 if quick else 3):
         contender.step(batches)
     found |= {"set_up_mib": (highest.bytes - before) / MIB, "steps_mib": (_peak() - before) / MIB}
+    found["tensors_mib"] = _tensors(lambda: contender.step(batches), Path(folder) / f"trace-{dist.get_rank()}.json") / MIB
     if watch:
         found["later"] = cost.updates(contender, batches, watch, 3 if quick else 25)
     found["traffic"] = Counter(plan).count(lambda: contender.step(batches))
@@ -100,6 +104,16 @@ def _error(name: str, size: str, plan: mx.ParallelPlan, folder: str, accumulatio
     errors["the global norm"] = abs(contender.norm - norm) / norm
     worst = max(errors, key=lambda key: errors[key])
     return errors[worst], worst
+
+
+def _tensors(step: Callable[[], None], trace: Path) -> int:
+    """The most that torch has allocated at once within `step`, above its beginning."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    profile.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    sizes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(sizes, initial=0))
 
 
 def _status() -> dict[str, int]:

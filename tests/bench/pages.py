@@ -22,9 +22,9 @@ METHOD = (
 )
 
 BY_HAND = (
-    'A step is `train_batch` with one batch: forward, backward, reduction, clipping and fused AdamW. "By hand" does the same with torch '
-    "alone: DistributedDataParallel; fully_shard of each layer and the rest; sliced weights with in-place all-reduces and one flat all-reduce "
-    "of the q/k-norm gradients before the step. Its norm is taken on local tensors with one all-reduce, faster than `clip_grad_norm_`."
+    'A step is `train_batch` with one batch: forward, backward, reduction, clipping and fused AdamW. "By hand" does the same with torch: '
+    "DistributedDataParallel; fully_shard of each layer and the rest; sliced weights with in-place all-reduces and one flat all-reduce of "
+    "the q/k-norm gradients before the step. Its norm is taken on local tensors with one all-reduce, faster than `clip_grad_norm_`."
 )
 
 CROSSED = (
@@ -38,6 +38,12 @@ CROSSED = (
 TRAFFIC = (
     "Other libraries have one group for all that goes over tp: their q/k-norm gradients count as activations. Control is the norm, and in "
     "mixle every decision too."
+)
+
+MEMORY = (
+    "MiB, largest of the ranks: anonymous memory of the process above what imports left, during set-up and while steps run; and the most "
+    "that torch allocates at once within a step, above its beginning. The difference of the two is parameters, optimizer state and what "
+    "the C library keeps."
 )
 
 CHECKS = (
@@ -82,7 +88,7 @@ def page(where: str, layouts: list[dict[str, Any]], counting_s: float, planning:
         TRAFFIC,
         _traffic(layouts),
         "## Peak memory per rank",
-        "MiB of anonymous memory above what imports left, largest of the ranks: up to the end of set-up, and while steps run.",
+        MEMORY,
         _memory(layouts),
         f"## What mixle's checks take of a step (goal: under {GOAL_CHECKS:.0%} together)",
         CHECKS.format(counting=counting_s * 1e6),
@@ -166,7 +172,7 @@ def _traffic(layouts: list[dict[str, Any]]) -> str:
 
 def _memory(layouts: list[dict[str, Any]]) -> str:
     rows = [[_label(layout, name), f"{found['set_up_mib']:.1f}", f"{found['steps_mib']:.1f}"] for layout, name, found in _running(layouts)]
-    return table(["", "set-up", "steps"], rows)
+    return table(["", "process, set-up", "process, steps", "torch, within a step"], rows)
 
 
 def _checks(layouts: list[dict[str, Any]], counting_s: float) -> str:

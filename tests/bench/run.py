@@ -60,7 +60,7 @@ def measure_layout(layout: Layout, folder: str, quick: bool) -> dict[str, Any]:
     for name in ("Mixle", *layout.others):
         outcomes = run_ranks(alone, plan.world_size, name, size, plan, folder, quick, timeout_s=300, group_timeout_s=120)
         found[name] = outcomes[0].value
-        for key in ("set_up_mib", "steps_mib"):
+        for key in ("set_up_mib", "steps_mib", "tensors_mib"):
             if key in found[name]:
                 found[name][key] = max(outcome.value[key] for outcome in outcomes)
         say(f"{layout.title}: {name} alone")

@@ -134,10 +134,13 @@ def test_training_saves_table_and_receipts_and_shows_a_sample(mixle, tmp_path):
     train_ids = 200 * 44 + 1 - (200 * 44 + 1) // 25  # the bytes and the boundary, without what is held out
     batches = math.ceil(math.ceil((train_ids - 1) / 32) / 4)
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + math.ceil(batches / 2)
-    for option, name in (("--save-table", "t.txt"), ("--save-receipts", "r.txt")):
+    for option, name, suffix in (("--save-table", "t.txt", ".md"), ("--save-receipts", "r.txt", ".csv")):
         code, _, err = mixle("train", *arguments, option, str(tmp_path / name))
         assert code == 2
         assert f"{name}: expected a name that ends in " in err
+        code, _, err = mixle("train", *arguments, option, str(tmp_path / "no" / f"t{suffix}"))
+        assert code == 2
+        assert err.startswith(f"mixle: {tmp_path / 'no'}/t{suffix}: there is no directory ")
     code, _, err = mixle("train", *arguments, "--steps", "2", "--epochs", "1")
     assert (code, err) == (2, "mixle: --steps 2 and --epochs 1: give one of them\n")
     code, _, err = mixle("train", *arguments, "--lr", "-1")

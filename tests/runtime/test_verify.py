@@ -89,6 +89,17 @@ class Hides:
 MODELS = {"toy": toy_model, "tied": tied_toy_model, "nested": Nested}
 
 
+def test_a_build_that_draws_anew_at_each_call_is_refused():
+    def build():
+        return nn.Linear(3, 2)
+
+    text = (
+        r"^two models of one build\(\) start with different values \(2 parameters, such as \w+\); expected the same at every call: seed it"
+    )
+    with pytest.raises(mx.UsageError, match=text):
+        verify(build, Plan(), loss=lambda m, b: (m(b).square().sum(), 4), batch=lambda *_: torch.ones(4, 3), plugins={})
+
+
 def report(owner, model="toy", options=None):
     plan = Plan(dp_replicate=2, gradient_accumulation_steps=2)
     plugins = {"owner": OwnsWith(owner), "fills": FillsHead(), "hides": Hides()}

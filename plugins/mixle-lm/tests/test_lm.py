@@ -376,3 +376,12 @@ def test_what_generate_refuses_is_one_line(prompt, options, said):
     with pytest.raises(mx.UsageError) as caught:
         LM(qwen3(), plugins={}).generate(prompt, **options)
     assert said in str(caught.value)
+
+
+def test_a_fit_with_nothing_left_is_refused_and_a_state_is_a_mapping():
+    lm = LM(qwen3(), plugins={})
+    lm.fit(np.ones(50, dtype=int), sequence_length=8, batch_size=2, epochs=1)
+    with pytest.raises(mx.UsageError, match="stands at the end of epoch 1 and epochs=1: nothing is left; give more epochs, or steps"):
+        lm.fit(np.ones(50, dtype=int), sequence_length=8, batch_size=2, epochs=1, loader_state=lm.loader.state_dict())
+    with pytest.raises(mx.UsageError, match=r"^loader state: a str; expected what state_dict\(\) returned$"):
+        lm.fit(np.ones(50, dtype=int), sequence_length=8, loader_state="state.json")

@@ -96,7 +96,12 @@ def num_updates(loader: RowLoader, steps: int | None, epochs: int | None, accumu
         raise UsageError(f"{name}={value!r}: expected a whole number of at least 1")
     if steps is not None:
         return steps
-    return math.ceil(loader.batches_left(value) / accumulation)
+    left = loader.batches_left(value)
+    if not left:
+        raise UsageError(
+            f"the loader stands at the end of epoch {loader.epoch + 1} and epochs={value}: nothing is left; give more epochs, or steps"
+        )
+    return math.ceil(left / accumulation)
 
 
 def run(

@@ -21,7 +21,7 @@ from mixle_lm.rows import Rows
 
 log = structlog.get_logger(__name__)
 
-_SPLIT = ("pp", "cp", "tp", "ep", "etp")
+SPLIT = ("pp", "cp", "tp", "ep", "etp")
 """Axes that split the forward of a row, which an objective with one target a row does not have."""
 
 
@@ -54,6 +54,7 @@ class LM:
         self.model = self._build(model) if isinstance(model, str) else model
         if not isinstance(self.model, nn.Module):
             raise UsageError(f"LM({type(model).__name__}): expected a torch.nn.Module, or NAME:SIZE of a plugin")
+        self._name = type(self.model).__name__  # sharding renames the class
         self.vocab_size = vocabulary(self.model) if vocab_size is None else vocab_size
         self.seed = seed
         self.session: Session | None = None
@@ -162,8 +163,12 @@ class LM:
 
     def _documents_separate(self, session: Session, rows: Rows) -> bool:
         separate = documents_separate(session, rows)
-        if not separate:
-            log.warning("documents_attend_to_each_other", model=type(self.model).__name__)
+        if not separate and session.reduction.mesh.rank == 0:
+            log.warning(
+                "documents_attend_to_each_other",
+                model=self._name,
+                way_out="harmless for one text; to keep documents apart the forward takes position_ids and masks where they restart",
+            )
         return separate
 
     def evaluate(
@@ -271,7 +276,7 @@ def _plan(fields: Mapping[str, Any], *, distributed: bool, dense: bool) -> Paral
             f"fit: {str(error).replace('ParallelPlan.__init__() ', '')}; expected its own options or fields of ParallelPlan"
         ) from error
     if not dense:
-        split = [f"{axis}={plan.size(axis)}" for axis in plan.active if axis in _SPLIT]
+        split = [f"{axis}={plan.size(axis)}" for axis in plan.active if axis in SPLIT]
         if split:
             raise CapabilityError(
                 f"dense=False has one target a row and is data parallel only, not {', '.join(split)}; set it to 1, or dense=True"

@@ -110,6 +110,8 @@ class RowLoader:
         Raises:
             UsageError: the state is of other rows, or of another order of them.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"loader state: a {type(state).__name__}; expected what state_dict() returned")
         mine = self.state_dict()
         odd = [key for key in mine if key not in ("epoch", "position") and state.get(key) != mine[key]]
         if odd:

@@ -51,9 +51,13 @@ def call(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor 
         options["use_cache"] = False
     output: Any = module(input_ids=input_ids, **options) if "input_ids" in names or first is None else module(input_ids, **options)
     logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+    kept = 1 if "logits_to_keep" in options else input_ids.shape[1]
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[:2] != (input_ids.shape[0], kept):
         found = f"shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise UsageError(f"the model returned {found}; expected logits of shape [rows, length, vocabulary], or an object that has them")
+        raise UsageError(
+            f"the model returned {found} for ids of shape {list(input_ids.shape)}; "
+            "expected logits of shape [rows, length, vocabulary], or an object that has them"
+        )
     return logits
 
 

@@ -174,7 +174,8 @@ def _mapped(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
-        raise UsageError(f"token_ids {path}: not a readable .npy file of integers ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no array of numbers"
+        raise UsageError(f"token_ids {path}: not a readable .npy file of integers ({reason}); text is tokenized first") from error
 
 
 def _checked(ids: np.ndarray, where: str) -> np.ndarray:

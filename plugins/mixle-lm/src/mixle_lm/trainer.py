@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 import numpy as np
 
-from mixle_core import StepReceipt, UsageError
+from mixle_core import CapabilityError, StepReceipt, UsageError
 from mixle_lm.command import say
 from mixle_lm.corpus import BOUNDARY, Corpus, read_corpus
 from mixle_lm.fit import as_json, cosine_schedule
-from mixle_lm.lm import LM
+from mixle_lm.lm import LM, SPLIT
 from mixle_lm.loader import RowLoader
 from mixle_lm.rows import Rows
 
@@ -23,16 +24,24 @@ _PROMPT = b"def "
 
 def run(context: Any, options: dict[str, Any]) -> int:
     """Verify if asked, train, evaluate on what is held out, save and show. Returns the exit code."""
-    _check_suffix(options["save_table"], (".md", ".json"))
-    _check_suffix(options["save_receipts"], (".jsonl", ".csv"))
+    _check_place(options["save_table"], (".md", ".json"))
+    _check_place(options["save_receipts"], (".jsonl", ".csv"))
     if options["steps"] and options["epochs"]:
         raise UsageError(f"--steps {options['steps']} and --epochs {options['epochs']}: give one of them")
     corpus = read_corpus(options["data"])
     eos = corpus.eos_token_id if options["eos_token_id"] is None else options["eos_token_id"]
     held_out = corpus.held_out_rows(options["eval_rows"], options["sequence_length"])
-    passed = context.verify(seed=options["seed"]) if options["verify_first"] else True
+    if options["verify_first"] and not context.verify(seed=options["seed"]):
+        if context.first_rank:
+            click.echo("the plan does not train as one process does: see above; nothing was trained", err=True)
+        return 1
     lm = LM(context.build(), seed=options["seed"], plugins=context.plugins)
     dense = not options["last_position"]
+    if not dense:
+        split = [f"--{axis} {context.plan.size(axis)}" for axis in context.plan.active if axis in SPLIT]
+        if split:
+            raise CapabilityError(f"--last-position is data parallel only, not {', '.join(split)}; leave out one of them")
+    Rows(held_out, vocab_size=lm.vocab_size)  # ids outside the vocabulary show before training
     updates = _updates(lm, corpus, eos, context.plan, options, dense=dense)
 
     def show(receipt: StepReceipt) -> None:
@@ -68,7 +77,7 @@ def run(context: Any, options: dict[str, Any]) -> int:
         {"held_out_nats_per_token": loss, "updates": number, "seconds": result.seconds, "tokens_per_s": rate},
     )
     if result.documents_separate is False:
-        say(context, f"{type(lm.model).__name__} lets packed documents look at each other", {"documents_separate": False})
+        say(context, "the model lets packed documents look at each other", {"documents_separate": False})
     if options["save_table"]:
         context.save_table(result.table, options["save_table"])
     if options["save_receipts"] and context.first_rank:
@@ -79,7 +88,7 @@ def run(context: Any, options: dict[str, Any]) -> int:
     enough = options["require_below"] is None or loss < options["require_below"]
     if not enough and context.first_rank:
         click.echo(f"the held-out loss is not below {options['require_below']}", err=True)
-    return 0 if passed and enough else 1
+    return 0 if enough else 1
 
 
 def _updates(lm: LM, corpus: Corpus, eos: int | None, plan: Any, options: dict[str, Any], *, dense: bool) -> int:
@@ -97,6 +106,9 @@ def _sample(context: Any, lm: LM, number: int, seed: int, *, text: bool) -> None
     say(context, f"a sample:\n{shown}", {"sample": ids})
 
 
-def _check_suffix(path: str | None, known: tuple[str, ...]) -> None:
+def _check_place(path: str | None, known: tuple[str, ...]) -> None:
+    """Before hours of training, not behind them."""
     if path is not None and not path.endswith(known):
         raise UsageError(f"{path}: expected a name that ends in {' or '.join(known)}")
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {Path(path).resolve().parent}")
