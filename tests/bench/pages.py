@@ -147,7 +147,8 @@ def _verdict(layout: dict[str, Any], name: str, seen: dict[str, float]) -> str:
     if name in ("TorchReplicate", "TorchFSDP"):
         return "met" if seen["median"] <= GOAL_TORCH else "**missed**"
     if name.startswith("Hand") and len(layout["alone"]) == 2:
-        return "met" if seen["low"] <= GOAL_BY_HAND else "**missed**"
+        by_median = "met" if seen["median"] <= GOAL_BY_HAND else "met by the interval, not by the median"
+        return by_median if seen["low"] <= GOAL_BY_HAND else "**missed**"
     return ""
 
 
@@ -171,7 +172,8 @@ def _traffic(layouts: list[dict[str, Any]]) -> str:
 
 
 def _memory(layouts: list[dict[str, Any]]) -> str:
-    rows = [[_label(layout, name), f"{found['set_up_mib']:.1f}", f"{found['steps_mib']:.1f}"] for layout, name, found in _running(layouts)]
+    keys = ("set_up_mib", "steps_mib", "tensors_mib")
+    rows = [[_label(layout, name), *(f"{found[key]:.1f}" for key in keys)] for layout, name, found in _running(layouts)]
     return table(["", "process, set-up", "process, steps", "torch, within a step"], rows)
 
 

@@ -48,6 +48,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Markdown; the first column is text, the others are aligned right."""
     lines = [list(map(str, row)) for row in rows]
+    assert all(len(line) == len(head) for line in lines), head
     return "\n".join(
         ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1), *("| " + " | ".join(line) + " |" for line in lines)]
     )
