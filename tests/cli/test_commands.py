@@ -44,7 +44,7 @@ def test_explain_says_who_owns_what_and_what_it_costs(mixle):
     for cell in ("torch-fsdp2", "tp: Replica(partial)", "dp_shard tp", "sum over dp_shard then tp", "float32", "4", "192 B"):
         assert cell in row, cell
     assert "tp is executed by dtensor-tp" in out
-    assert "torch-ddp declined: dp_shard=2 shards parameters; set dp_shard=1, or install and enable torch-fsdp2" in out
+    assert "torch-ddp leaves the gradients to others: dp_shard=2 shards parameters" in out
     assert "without activations" in out
 
 
@@ -136,7 +136,7 @@ def test_unknown_options_are_click_usage_errors(mixle):
         ("short.txt", "1 ids are held out; expected at least 129 for a row"),
         ("large.npy", "token id 999 is outside the model's vocabulary of 256"),
         ("square.npy", "expected integers of one dimension"),
-        ("pickled.npy", "Python objects"),
+        ("pickled.npy", "not a readable .npy file of integers (it is no array of numbers); text is tokenized first"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line_and_exit_code_2(mixle, tmp_path, monkeypatch, data, said):

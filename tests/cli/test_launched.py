@@ -33,12 +33,18 @@ def test_verify_of_a_callable_without_an_embedding():
 
 
 def test_verify_exits_1_and_names_the_worst_parameter_when_something_is_wrong():
-    done = mixle("verify", "--model", "wrong_models:unrepeatable", "--dp-replicate", "2", "--json")
+    done = mixle("verify", "--model", "wrong_models:moody", "--dp-replicate", "2", "--json")
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"] is False
     assert report["updates"][0]["worst_gradient"] in {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert report["updates"][0]["gradient_error"] > 1e-2
+
+
+def test_verify_of_a_model_that_starts_anew_at_every_call_is_bad_input():
+    done = mixle("verify", "--model", "wrong_models:unrepeatable", "--dp-replicate", "2")
+    assert done.returncode == 2
+    assert "two models of one build() start with different values (4 parameters, such as 0.bias)" in done.stderr
 
 
 def test_an_error_on_the_ranks_is_one_line_with_its_exit_code():

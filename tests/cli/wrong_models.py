@@ -13,11 +13,28 @@ def plain():
 
 
 def unrepeatable():
-    """Other values at every call: the run and its reference cannot agree."""
+    """Other values at every call: there is nothing to compare with."""
     global _calls  # noqa: PLW0603
     _calls += 1
     torch.manual_seed(_calls)
     return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+class _Moody(nn.Sequential):
+    """Scales by the number of models built so far: the run and its reference cannot agree."""
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def moody():
+    """Equal values at every call, and not what it computes with them."""
+    global _calls  # noqa: PLW0603
+    _calls += 1
+    torch.manual_seed(0)
+    model = _Moody(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    model.factor = float(_calls)
+    return model
 
 
 class Undeclared(nn.Module):

@@ -354,7 +354,10 @@ def test_a_model_that_returns_no_logits_is_refused():
         def forward(self, input_ids):
             return self.embed(input_ids).sum()
 
-    with pytest.raises(mx.UsageError, match=r"^the model returned shape \[\]; expected logits of shape \[rows, length, vocabulary\]"):
+    with pytest.raises(
+        mx.UsageError,
+        match=r"^the model returned shape \[\] for ids of shape \[7, 8\]; expected logits of shape \[rows, length, vocabulary\]",
+    ):
         LM(Sum(), plugins={}).fit(np.ones(50, dtype=int), sequence_length=8, steps=1)
 
 
