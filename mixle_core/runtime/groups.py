@@ -112,6 +112,7 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
 
 def _leave_processes() -> None:
     """At exit, from the process group that was joined here: its threads would still run while the interpreter goes away."""
+    _groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
