@@ -11,9 +11,9 @@ import contenders
 import torch
 import torch.distributed as dist
 from alone import BY_NAME, start
+from cost import count
 
 import mixle_core as mx
-from mixle_core.runtime import _upstream, groups
 
 
 def together(
@@ -46,18 +46,10 @@ def together(
 
 
 def _timed(contender: Any, batches: list[list[torch.Tensor]], name: str) -> tuple[float, float]:
-    _count(name == "Mixle")
+    count(name == "Mixle")  # only mixle pays for its count, which otherwise is there for the whole process
     dist.barrier()
     started, spent = time.perf_counter(), time.process_time()
     for ids in batches:
         contender.step(ids)
     dist.barrier()
     return time.perf_counter() - started, time.process_time() - spent
-
-
-def _count(on: bool) -> None:
-    """Only mixle pays for its count of collectives, which otherwise is there for the whole process."""
-    if on and not _upstream._libraries:
-        _upstream.observe_collectives(groups._counter._observe)
-    while not on and _upstream._libraries:
-        _upstream._libraries.pop()._destroy()
