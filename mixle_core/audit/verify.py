@@ -20,7 +20,8 @@ from mixle_core.layout import Layouts
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import load_plugins
 from mixle_core.runtime.initialise import logical_parameters, place_parameters
-from mixle_core.runtime.reduction import Plugins, Reduction, ask_to_fill, attach
+from mixle_core.runtime.models import Plugins
+from mixle_core.runtime.reduction import Reduction, ask_to_fill, attach
 
 Batch = Callable[[int, int, int], Any]
 """`(update, backward, data rank) -> microbatch`: what that rank trains on."""

@@ -48,11 +48,8 @@ class _Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Say where a missing command may come from."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            known = ", ".join(self.list_commands(ctx))
-            raise UsageError(
-                f"no command {args[0]!r}; there are {known}; others come with distributions, such as `train` with language models"
-            )
+        if args and not args[0].startswith("-") and args[0] not in (known := self.list_commands(ctx)):
+            raise UsageError(f"no command {args[0]!r}; there are {', '.join(known)}; others come with distributions that add them")
         return super().resolve_command(ctx, args)
 
 
@@ -156,8 +153,8 @@ def explain(**options: Any) -> int:
     out.print(ownership_table(won.table, by_parameter=options["by_parameter"]))
     for axis, executor in won.table.executors.items():
         out.print(f"{axis} is executed by {executor}")
-    for who, refusal in won.refusals:  # every parameter has its owner: why the others are none needs no way out
-        out.print(f"{who} leaves the gradients to others: {refusal.reason}")
+    for who, refusal in won.refusals:  # every axis and parameter has its one: why others are none needs no way out
+        out.print(f"{who} declined: {refusal.reason}")
     payload = sum(row.payload_bytes for row in won.table.rows)
     out.print(
         f"per rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "

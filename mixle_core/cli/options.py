@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mixle_core.errors import MixleError, UsageError
 from mixle_core.plan import PRECISIONS, ParallelPlan
-from mixle_core.plugins import LoadedPlugins, installed_plugins, load_plugins
+from mixle_core.plugins import LoadedPlugins
 
 if TYPE_CHECKING:  # `mixle plugins` and `--help` come without torch
     from torch import nn
@@ -62,69 +59,11 @@ def backends(text: str | None) -> tuple[str, ...] | None:
 
 
 def load(spec: str) -> tuple[LoadedPlugins, Callable[[], nn.Module]]:
-    """Load the plugins and find what builds the model.
-
-    Args:
-        spec: `NAME:REST` of an installed plugin, else `module:callable` importable from here.
+    """The plugins, and what builds the model that `--model` names.
 
     Raises:
-        MixleError: nothing of that name, or what it returns is no module.
+        MixleError: nothing of that name.
     """
-    name, colon, rest = spec.partition(":")
-    if not colon or not rest:
-        raise UsageError(f"--model {spec!r}: expected NAME:SIZE of a plugin, or module:callable")
-    installed = {plugin.name for plugin in installed_plugins()}
-    plugins = load_plugins(required=[name] if name in installed else [])
-    build = _from_plugin(plugins, name, rest) if name in plugins else _from_callable(name, rest, sorted(installed))
+    from mixle_core.runtime.models import model_builder
 
-    def checked() -> nn.Module:
-        from torch import nn
-
-        model = build()
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"--model {spec!r} gave {type(model).__name__}; expected a torch.nn.Module")
-        return model
-
-    return plugins, checked
-
-
-def _from_plugin(plugins: LoadedPlugins, name: str, rest: str) -> Callable[[], Any]:
-    def build() -> Any:
-        model = plugins.ask_one(name, "build_model", spec=rest)
-        if model is None:
-            raise UsageError(f"plugin {name!r} builds no models; name one that does, or module:callable")
-        return model
-
-    return build
-
-
-def _from_callable(module: str, attribute: str, installed: list[str]) -> Callable[[], Any]:
-    sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except ModuleNotFoundError as error:
-        if error.name != module.split(".", maxsplit=1)[0] and error.name != module:
-            raise UsageError(f"--model {module}:{attribute}: importing {module} failed: {error}") from error
-        known = ", ".join(installed) or "none"
-        raise UsageError(
-            f"--model {module}:{attribute}: {module!r} is neither a plugin (installed: {known}) nor an importable module"
-        ) from error
-    except AttributeError as error:
-        raise UsageError(f"--model {module}:{attribute}: module {module!r} has no {attribute!r}") from error
-    if not callable(found):
-        raise UsageError(f"--model {module}:{attribute}: {type(found).__name__} cannot be called")
-    return _caught(found, f"{module}:{attribute}")
-
-
-def _caught(function: Callable[[], Any], spec: str) -> Callable[[], Any]:
-    def build() -> Any:
-        try:
-            return function()
-        except MixleError:
-            raise
-        except Exception as error:  # the user's code: its message is what helps
-            raise UsageError(f"--model {spec} raised {type(error).__name__}: {error}") from error
-
-    return build
+    return model_builder(spec, what="--model")

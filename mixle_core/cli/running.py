@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from mixle_core.audit import VerifyReport, verify
-from mixle_core.cli.inputs import causal_lm_loss, squared_loss, vocabulary
+from mixle_core.cli.inputs import causal_lm_loss, squared_loss
 from mixle_core.cli.options import backends, load
 from mixle_core.cli.report import console, verify_table
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import LoadedPlugins
+from mixle_core.runtime.models import vocabulary_size
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
@@ -73,7 +74,7 @@ def _report(
     length: int,
     clip: float,
 ) -> VerifyReport:
-    vocab = vocabulary(build())
+    vocab = vocabulary_size(build())
     width = None if vocab else next((m.in_features for m in build().modules() if isinstance(m, nn.Linear)), None)
     if vocab is None and width is None:
         raise UsageError("verify: the model has neither an embedding nor a Linear, so no input can be made for it")

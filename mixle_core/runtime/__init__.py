@@ -6,6 +6,7 @@ from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, reduce_coalesced
 from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, launch_command, reduce_scatter
 from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
+from mixle_core.runtime.models import forward_names, model_builder, vocabulary_size
 from mixle_core.runtime.reduction import Reduction, attach, explain
 from mixle_core.runtime.session import Session, batch_digest, prepare
 from mixle_core.runtime.usage import Usage
@@ -25,10 +26,13 @@ __all__ = [
     "counted_traffic",
     "derive_seed",
     "explain",
+    "forward_names",
     "launch_command",
     "logical_parameters",
+    "model_builder",
     "named_modules",
     "prepare",
     "reduce_coalesced",
     "reduce_scatter",
+    "vocabulary_size",
 ]

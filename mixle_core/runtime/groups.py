@@ -111,9 +111,12 @@ def start_processes(plan: ParallelPlan, device: torch.device | None = None) -> t
 
 
 def _leave_processes() -> None:
-    """At exit, from the process group that was joined here: its threads would still run while the interpreter goes away."""
+    """At exit, from the process group that was joined here: gloo's threads would still run while the interpreter goes away.
+
+    Others are left alone: to leave NCCL's groups is a collective of its own, for which a rank that failed would wait.
+    """
     _groups.clear()
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -133,10 +136,12 @@ def _refuse_world(plan: ParallelPlan, found: int, where: str) -> None:
 
 def launch_command(num_ranks: int) -> str:
     """The command that runs this program once more, on `num_ranks` ranks: with as many on a machine as it has GPUs, if it has any."""
-    arguments = sys.orig_argv[1:]
-    while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-"):
-        arguments = arguments[1:]
-    script = shlex.join(arguments) if arguments and arguments[0] not in ("-c", "-") else "SCRIPT.py"
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        program = ["-m", main.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]  # type: ignore[union-attr]
+    else:
+        program = list(sys.argv) if hasattr(main, "__file__") else ["SCRIPT.py"]
+    script = shlex.join(program)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and num_ranks > gpus:
         nodes = f"--nnodes {-(-num_ranks // gpus)} --nproc-per-node {gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from mixle_core.layout import Layouts
 from mixle_core.ledger import Ledger
 from mixle_core.ownership import LOCAL_OWNER, AxisClaim, Bid, Claim, OwnershipTable, Refusal, Row, arbitrate, exactly_one
 from mixle_core.plan import MODEL_AXES, ParallelPlan
-from mixle_core.plugins import LoadedPlugins, load_plugins
+from mixle_core.plugins import LoadedPlugins
 from mixle_core.receipts import Gradient, OwnerReceipt, OwnerReduction
 from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, local_power_sum, multiply_
@@ -35,12 +35,11 @@ from mixle_core.runtime.initialise import (
     refuse_foreign,
     with_units,
 )
+from mixle_core.runtime.models import Plugins, loaded_plugins
 from mixle_core.runtime.probe import Probe
 
 _SAME_ROWS = ("pp", "tp")
 """Ranks that differ only on these axes train on the same rows."""
-
-Plugins = LoadedPlugins | Iterable[str] | Mapping[str, Any] | None
 
 
 @attrs.frozen(eq=False)
@@ -57,14 +56,7 @@ class Arbitration:
 
 def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[str] | None, plugins: Plugins) -> Arbitration:
     """Ask every plugin and settle every axis and parameter, without a process group."""
-    if isinstance(plugins, str):
-        plugins = (plugins,)
-    if not isinstance(plugins, LoadedPlugins):
-        named = plugins is not None and not isinstance(plugins, Mapping)
-        odd = next((item for item in plugins if not isinstance(item, str)), None) if named and plugins is not None else None
-        if odd is not None:
-            raise UsageError(f'plugins names a {type(odd).__name__}; expected names, or name -> module such as {{"mine": {odd!r}}}')
-        plugins = load_plugins(list(plugins) if named else None, extra=plugins if isinstance(plugins, Mapping) else None)  # type: ignore[arg-type]
+    plugins = loaded_plugins(plugins)
     backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
     refuse_foreign(model)
     layouts = with_units(model, resolve_layouts(model, plan, declared_layouts(plugins, model, plan)))
@@ -344,7 +336,7 @@ class Reduction:
             loss_scale: what this rank's summed losses were multiplied with before backward; equal on all ranks.
             max_norm: clip the global norm to this, as `clip_` would, in the pass over the gradients that scales them.
             num_examples: rows of this rank in this update; only reported.
-            batch_digest: below 2**32, of the rows themselves; compared between ranks that differ only in model axes.
+            batch_digest: a whole number, of the rows themselves; compared between ranks that differ only in model axes.
 
         Raises:
             LedgerError: a parameter that was not reduced exactly once, on every rank.

@@ -17,8 +17,10 @@ from torch import nn
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.receipts import StepReceipt
+from mixle_core.runtime.groups import raise_everywhere
+from mixle_core.runtime.models import Plugins
 from mixle_core.runtime.optimizers import OptimizerSpec, Schedule, build_optimizers
-from mixle_core.runtime.reduction import Plugins, Reduction, attach
+from mixle_core.runtime.reduction import Reduction, attach
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 """Takes the module to call and one microbatch; returns the summed loss (a scalar) and the number of loss tokens."""
@@ -77,8 +79,15 @@ class Session:
         self.reduction = reduction
         self.plan = reduction.mesh.plan
         trainable = {name: parameter for name, parameter in reduction.named_parameters() if parameter.requires_grad}
-        self.optimizers = build_optimizers(optimizer, trainable)
-        self.schedulers = [schedule(built) for built in self.optimizers.values()] if schedule else []
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+        failure: Exception | None = None
+        try:
+            self.optimizers = build_optimizers(optimizer, trainable)
+            self.schedulers = [schedule(built) for built in self.optimizers.values()] if schedule else []
+        except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
+            failure = error
+        raise_everywhere(reduction.mesh, failure)
         self.num_skipped = 0
         self._loss = loss
         self._max_grad_norm = max_grad_norm
@@ -116,10 +125,11 @@ class Session:
         if num_examples is not None and (not isinstance(num_examples, int) or not 0 <= num_examples <= rows):
             raise UsageError(f"num_examples={num_examples!r}: expected 0 to {rows}, the rows of the batch")
         with self._whole_window():
-            self._digest = batch_digest(batch, self._digest)
-            if not self._compared and self.plan.world_size > self.plan.data_size:
-                self.reduction.require_same_rows(0, self._digest)
-            self._compared = True
+            if self.plan.world_size > self.plan.data_size:
+                self._digest = batch_digest(batch, self._digest)
+                if not self._compared:
+                    self.reduction.require_same_rows(0, self._digest)
+                self._compared = True
             return self._train(pieces, rows if num_examples is None else num_examples)
 
     def _train(self, pieces: list[Any], rows: int) -> StepReceipt:
@@ -303,18 +313,24 @@ def _check_max_norm(value: float | None) -> None:
 
 
 def batch_digest(batch: Any, start: int = 0) -> int:
-    """CRC-32 of the tensors in `batch`, some GiB a second; those on another device count by shape alone, to wait for none."""
-    digest = zlib.crc32(repr(sorted(batch)).encode(), start) if isinstance(batch, Mapping) else start
+    """CRC-32 of the tensors, numbers and words in `batch`, at some GiB a second; the order of a dict does not matter.
 
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal digest
-        digest = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest)
-        if tensor.device.type == "cpu" and tensor.numel():
-            digest = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data, digest)
-        return tensor
-
-    _map_tensors(batch, add)
-    return digest
+    Tensors on another device count by shape alone, to wait for none.
+    """
+    if isinstance(batch, Mapping):
+        for key in sorted(batch, key=repr):
+            start = batch_digest(batch[key], zlib.crc32(repr(key).encode(), start))
+    elif isinstance(batch, (list, tuple)):
+        for item in batch:
+            start = batch_digest(item, start)
+    elif isinstance(batch, torch.Tensor):
+        shape = tuple(batch.shape) if batch.layout is torch.strided else batch.layout
+        start = zlib.crc32(repr((shape, batch.dtype)).encode(), start)
+        if batch.layout is torch.strided and batch.device.type == "cpu" and batch.numel():
+            start = zlib.crc32(batch.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data, start)
+    elif isinstance(batch, (bool, int, float, str)):
+        start = zlib.crc32(repr(batch).encode(), start)
+    return start
 
 
 def _piece(number: int, index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mixle_core.testing.doubles import OwnsEverything, SumOwner
 from mixle_core.testing.models import ToyLayout, ToyLM, next_token_loss, tied_toy_model, token_batch, toy_model
-from mixle_core.testing.pool import Outcome, run_ranks
+from mixle_core.testing.pool import Outcome, preload, run_ranks
 
 __all__ = [
     "Outcome",
@@ -13,6 +13,7 @@ __all__ = [
     "ToyLM",
     "ToyLayout",
     "next_token_loss",
+    "preload",
     "run_ranks",
     "tied_toy_model",
     "token_batch",

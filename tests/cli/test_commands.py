@@ -44,7 +44,7 @@ def test_explain_says_who_owns_what_and_what_it_costs(mixle):
     for cell in ("torch-fsdp2", "tp: Replica(partial)", "dp_shard tp", "sum over dp_shard then tp", "float32", "4", "192 B"):
         assert cell in row, cell
     assert "tp is executed by dtensor-tp" in out
-    assert "torch-ddp leaves the gradients to others: dp_shard=2 shards parameters" in out
+    assert "torch-ddp declined: dp_shard=2 shards parameters\n" in out
     assert "without activations" in out
 
 

@@ -1,5 +1,6 @@
 """`LM` on several ranks against one process that trains on the same rows: losses, norms, parameters, receipts, text."""
 
+import subprocess
 import sys
 from functools import partial
 
@@ -169,17 +170,31 @@ def test_data_ranks_that_train_on_other_data_or_in_another_way_are_refused_on_ev
         assert outcome.value.startswith(text)
 
 
+SCRIPT = """
+import mixle_core as mx
+from mixle_lm import LM
+try:
+    LM("qwen3:tiny").fit(list(range(50)), sequence_length=8, distributed=True, distributed_backend="torch_native", dp_shard=2)
+except mx.CapabilityError as error:
+    print(error)
+"""
+
+
 @pytest.mark.parametrize(
-    ("argv", "command"),
+    ("command", "launch"),
     [
-        (["python", "train.py", "--steps", "3"], "torchrun --nproc-per-node 2 train.py --steps 3"),
-        (["python", "-u", "-m", "my.train", "a b"], "torchrun --nproc-per-node 2 -m my.train 'a b'"),
-        (["python", "-c", "import this"], "torchrun --nproc-per-node 2 SCRIPT.py"),
-        (["python"], "torchrun --nproc-per-node 2 SCRIPT.py"),
+        (["-W", "ignore", "train.py", "--steps", "3"], "train.py --steps 3"),
+        (["-u", "-m", "my.train", "a b"], "-m my.train 'a b'"),
+        (["-m", "my", "--x"], "-m my --x"),
+        (["-c", SCRIPT], "SCRIPT.py"),
     ],
+    ids=["script", "module", "package", "command"],
 )
-def test_where_no_ranks_were_launched_the_error_is_the_command_that_launches_them(monkeypatch, argv, command):
-    monkeypatch.setattr(sys, "orig_argv", argv)
-    with pytest.raises(mx.CapabilityError) as caught:
-        LM("qwen3:tiny").fit(ids(), sequence_length=LENGTH, distributed=True, distributed_backend="torch_native", dp_shard=2)
-    assert str(caught.value) == f"world size is 1 (this process alone), the plan needs 2 (dp_shard=2); launch with: {command}"
+def test_where_no_ranks_were_launched_the_error_is_the_command_that_launches_them(tmp_path, command, launch):
+    (tmp_path / "my").mkdir()
+    for name in ("train.py", "my/__init__.py", "my/train.py", "my/__main__.py"):
+        (tmp_path / name).write_text("" if name.endswith("__init__.py") else SCRIPT)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    wanted = "world size is 1 (this process alone), the plan needs 2 (dp_shard=2); launch with: torchrun --nproc-per-node 2"
+    assert done.stdout == f"{wanted} {launch}\n"

@@ -155,6 +155,20 @@ def test_a_digest_sees_values_shapes_and_types_in_any_container():
     changed[-1] = 1
     assert batch_digest(late) != batch_digest(changed)
     assert batch_digest({"a": base}) != batch_digest({"b": base})
+    assert batch_digest({"a": base, 1: late}) == batch_digest({1: late, "a": base})
+    assert batch_digest({"in": {"a": base}}) != batch_digest({"in": {"b": base}})
+    assert batch_digest([base, 1]) != batch_digest([base, 2])
     others = [base.view(2, 3), base.float(), base.flip(0), torch.arange(7), torch.zeros(()), torch.zeros(0)]
     assert len({batch_digest(other) for other in [base, *others]}) == 1 + len(others)
     assert batch_digest(base, batch_digest(base)) != batch_digest(base)
+
+
+def one_rank_without_an_optimizer():
+    optimizer = adamw if dist.get_rank() == 0 else {"nothing.*": adamw}
+    return said(lambda: mx.prepare(build(), Plan(dp_replicate=2), loss=next_token_loss, optimizer=optimizer))
+
+
+def test_a_rank_that_cannot_make_its_optimizer_fails_all():
+    other, own = (outcome.value for outcome in run_ranks(one_rank_without_an_optimizer, 2, timeout_s=20))
+    assert own == ("UsageError", "optimizer pattern 'nothing.*' routes no trainable parameter")
+    assert other == ("UsageError", f"rank 1: {own[1]}")

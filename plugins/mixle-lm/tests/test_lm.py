@@ -316,7 +316,7 @@ def test_receipts_are_saved_as_a_table_or_as_json_lines(tmp_path):
         (
             {"tp": 2, "dense": False},
             mx.CapabilityError,
-            "dense=False has one target a row and is data parallel only, not tp=2; set it to 1, or dense=True",
+            "one target a row (dense=False, --last-position) is data parallel only, not tp=2; leave out one of them",
         ),
         ({"cp": 2, "pp": 2, "dense": False}, mx.CapabilityError, "not pp=2, cp=2;"),
         ({"ep": 2, "dp_shard": 2, "dense": False}, mx.CapabilityError, "not ep=2;"),
@@ -333,16 +333,24 @@ def test_what_fit_refuses_is_one_line(options, error, said):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("qwen3", "LM('qwen3'): expected NAME:SIZE of a plugin, such as qwen3:tiny, or a module"),
-        ("nowhere:tiny", "no plugin named 'nowhere' is installed"),
+        ("qwen3", "model 'qwen3': expected NAME:SIZE of a plugin, or module:callable"),
+        ("nowhere:tiny", "model nowhere:tiny: 'nowhere' is neither a plugin (installed: "),
         (nn.Linear(2, 2), "Linear has neither config.vocab_size nor an embedding; expected a language model over token ids"),
-        (7, "LM(int): expected a torch.nn.Module, or NAME:SIZE of a plugin"),
+        (7, "LM(int): expected a torch.nn.Module, NAME:SIZE of a plugin, or module:callable"),
     ],
 )
 def test_what_is_no_language_model_is_refused(model, said):
     with pytest.raises(mx.MixleError) as caught:
         LM(model)
     assert said in str(caught.value)
+
+
+def test_a_model_may_be_named_by_what_makes_it(tmp_path, monkeypatch):
+    (tmp_path / "models_of_a_user.py").write_text("from mixle_core.testing import ToyLM\ndef build():\n    return ToyLM(1)\n")
+    monkeypatch.chdir(tmp_path)
+    assert LM("models_of_a_user:build", plugins={}).vocab_size == 32
+    with pytest.raises(mx.UsageError, match=r"^model models_of_a_user:bild: module 'models_of_a_user' has no 'bild'$"):
+        LM("models_of_a_user:bild", plugins={})
 
 
 def test_a_model_that_returns_no_logits_is_refused():

@@ -134,7 +134,7 @@ def test_what_cannot_be_rows_is_one_line(token_ids, options, said):
 
 def test_fingerprints_tell_data_and_cut_apart(stream):
     def mark(ids=stream, **options):
-        return Rows(ids, **{"length": 7, "vocab_size": VOCAB, **options}).fingerprint()
+        return Rows(ids, **{"length": 7, "vocab_size": VOCAB, **options}).fingerprint
 
     changed = stream.copy()
     changed[50] = changed[50] % (VOCAB - 1) + 1

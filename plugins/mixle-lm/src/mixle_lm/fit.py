@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from mixle_core import OwnershipTable, StepReceipt, UsageError
 from mixle_core.runtime import Session
 from mixle_lm.loader import RowBatch, RowLoader
 from mixle_lm.progress import shown
+from mixle_lm.rows import require_whole
 
 
 @attrs.frozen(eq=False)
@@ -27,7 +29,6 @@ class FitResult:
         receipts: one for each update, in order; equal on all ranks but for their local numbers.
         table: who reduced what.
         seconds: of the training loop, without set-up.
-        num_tokens: loss tokens of all data ranks.
         documents_separate: whether a forward was seen not to let documents look at each other; None when the token ids
             have no documents.
     """
@@ -35,8 +36,12 @@ class FitResult:
     receipts: tuple[StepReceipt, ...]
     table: OwnershipTable
     seconds: float
-    num_tokens: int
     documents_separate: bool | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Loss tokens of all data ranks."""
+        return sum(receipt.num_tokens or 0 for receipt in self.receipts)
 
     @property
     def tokens_per_s(self) -> float:
@@ -83,64 +88,54 @@ def cosine_schedule(
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def num_updates(loader: RowLoader, steps: int | None, epochs: int | None, accumulation: int) -> int:
-    """How many updates a fit makes: `steps`, or those that `epochs` (counted from the start of the first) have left.
+def num_batches(loader: RowLoader, steps: int | None, epochs: int | None, accumulation: int) -> int:
+    """How many batches a fit takes: those of `steps` updates, or those that `epochs` (counted from the first) have left.
 
     Raises:
-        UsageError: both, or numbers below 1.
+        UsageError: both, or numbers below 1, or nothing left.
     """
     if steps is not None and epochs is not None:
         raise UsageError(f"steps={steps} and epochs={epochs}: give one of them")
-    name, value = ("steps", steps) if steps is not None else ("epochs", 1 if epochs is None else epochs)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r}: expected a whole number of at least 1")
     if steps is not None:
-        return steps
-    left = loader.batches_left(value)
+        require_whole("steps", steps)
+        return steps * accumulation
+    wanted = 1 if epochs is None else epochs
+    require_whole("epochs", wanted)
+    left = loader.batches_left(wanted)
     if not left:
         raise UsageError(
-            f"the loader stands at the end of epoch {loader.epoch + 1} and epochs={value}: nothing is left; give more epochs, or steps"
+            f"the loader stands at the end of epoch {loader.epoch + 1} and epochs={wanted}: nothing is left; give more epochs, or steps"
         )
-    return math.ceil(left / accumulation)
+    return left
 
 
 def run(
-    session: Session,
-    loader: RowLoader,
-    updates: int,
-    *,
-    whole_epochs: int | None,
-    callback: Callable[[StepReceipt], None] | None,
-    progress: bool | None,
+    session: Session, loader: RowLoader, batches: int, *, callback: Callable[[StepReceipt], None] | None, progress: bool | None
 ) -> tuple[tuple[StepReceipt, ...], float]:
-    """Train `updates` updates and return their receipts and the seconds that took.
+    """Train on the next `batches` batches and return the receipts of the updates and the seconds that took.
 
     Windows of accumulated batches go on from one epoch into the next; the last one of a fit may be short.
     """
     receipts: list[StepReceipt] = []
+    updates = math.ceil(batches / session.plan.gradient_accumulation_steps)
     started = time.perf_counter()
-    for receipt in shown(_updates(session, loader, updates, whole_epochs), updates, session.reduction.mesh.rank == 0, progress):
+    for receipt in shown(_updates(session, loader, batches), updates, session.reduction.mesh.rank == 0, progress):
         receipts.append(receipt)
         if callback is not None:
             callback(receipt)
     return tuple(receipts), time.perf_counter() - started
 
 
-def _updates(session: Session, loader: RowLoader, updates: int, whole_epochs: int | None) -> Iterator[StepReceipt]:
-    done = 0
-    batches = _forever(loader, whole_epochs)
-    while done < updates:
-        batch = next(batches, None)
-        receipt = session.finish_accumulation() if batch is None else session.train_batch(batch.tensors, num_examples=batch.num_examples)
-        if receipt is None:
-            return
+def _updates(session: Session, loader: RowLoader, batches: int) -> Iterator[StepReceipt]:
+    for batch in itertools.islice(_forever(loader), batches):
+        receipt = session.train_batch(batch.tensors, num_examples=batch.num_examples)
         if receipt.committed:
-            done += 1
             yield receipt
-        if batch is None:
-            return
+    last = session.finish_accumulation()
+    if last is not None:
+        yield last
 
 
-def _forever(loader: RowLoader, whole_epochs: int | None) -> Iterator[RowBatch]:
-    while whole_epochs is None or loader.epoch < whole_epochs:
+def _forever(loader: RowLoader) -> Iterator[RowBatch]:
+    while True:
         yield from loader

@@ -10,18 +10,18 @@ import structlog
 import torch
 from torch import nn
 
-from mixle_core import CapabilityError, OwnershipTable, ParallelPlan, StepReceipt, UsageError, explain, load_plugins, prepare
-from mixle_core.runtime import Session, launch_command
+from mixle_core import CapabilityError, OwnershipTable, ParallelPlan, StepReceipt, UsageError, explain, prepare
+from mixle_core.runtime import Session, launch_command, model_builder, vocabulary_size
 from mixle_lm import fit as fitting
 from mixle_lm.documents import documents_separate
 from mixle_lm.generate import generate
 from mixle_lm.loader import RowLoader
-from mixle_lm.losses import causal_lm_loss, last_token_loss, vocabulary
+from mixle_lm.losses import causal_lm_loss, last_token_loss
 from mixle_lm.rows import Rows
 
 log = structlog.get_logger(__name__)
 
-SPLIT = ("pp", "cp", "tp", "ep", "etp")
+_SPLIT = ("pp", "cp", "tp", "ep", "etp")
 """Axes that split the forward of a row, which an objective with one target a row does not have."""
 
 
@@ -30,7 +30,7 @@ class LM:
 
     Args:
         model: a module that takes `input_ids` (by that name, or first) and returns logits, or an object with `logits`;
-            or `NAME:SIZE` of an installed plugin, such as `qwen3:tiny`.
+            or `NAME:SIZE` of an installed plugin, such as `qwen3:tiny`; or `module:callable` that makes one.
         vocab_size: ids are below it; None takes `config.vocab_size`, or the size of the model's first embedding.
         seed: of initial values (of what is on meta), dropout and the order of rows.
         plugins: names to load instead of all installed ones; or name -> module of further plugins beside them.
@@ -50,32 +50,23 @@ class LM:
         plugins: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if isinstance(model, str):
+            plugins, build = model_builder(model, plugins)
+            model = build()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"LM({type(model).__name__}): expected a torch.nn.Module, NAME:SIZE of a plugin, or module:callable")
+        self.model = model
         self._plugins = plugins
-        self.model = self._build(model) if isinstance(model, str) else model
-        if not isinstance(self.model, nn.Module):
-            raise UsageError(f"LM({type(model).__name__}): expected a torch.nn.Module, or NAME:SIZE of a plugin")
-        self._name = type(self.model).__name__  # sharding renames the class
-        self.vocab_size = vocabulary(self.model) if vocab_size is None else vocab_size
+        self._name = type(model).__name__  # sharding renames the class
+        size = vocabulary_size(model) if vocab_size is None else vocab_size
+        if size is None:
+            raise UsageError(f"{self._name} has neither config.vocab_size nor an embedding; expected a language model over token ids")
+        self.vocab_size = size
         self.seed = seed
         self.session: Session | None = None
         self.loader: RowLoader | None = None
         self._device = device
         self._backend: Any = None
-
-    def _build(self, spec: str) -> nn.Module:
-        name, colon, rest = spec.partition(":")
-        if not colon or not rest:
-            raise UsageError(f"LM({spec!r}): expected NAME:SIZE of a plugin, such as qwen3:tiny, or a module")
-        if self._plugins is None:
-            loaded = load_plugins(required=[name])
-        elif isinstance(self._plugins, Mapping):
-            loaded = load_plugins(required=[] if name in self._plugins else [name], extra=self._plugins)
-        else:
-            loaded = load_plugins([*{name, *self._plugins}])
-        built = loaded.ask_one(name, "build_model", spec=rest)
-        if built is None:
-            raise UsageError(f"plugin {name!r} builds no models; name one that does, or pass a module")
-        return built  # type: ignore[no-any-return]
 
     def fit(
         self,
@@ -150,16 +141,14 @@ class LM:
             loader.load_state_dict(loader_state)
         options = {"dense": dense, "eos_token_id": eos_token_id, "batch_size": batch_size, "steps": steps, "epochs": epochs}
         session.reduction.require_alike("fit", {**options, **loader.state_dict()})
-        updates = fitting.num_updates(loader, steps, epochs, wanted.gradient_accumulation_steps)
+        batches = fitting.num_batches(loader, steps, epochs, wanted.gradient_accumulation_steps)
         self.session, self.loader = session, loader
         separate = self._documents_separate(session, rows) if rows.documents else None
-        whole = None if steps is not None else (epochs or 1)
         session.module.train()
-        receipts, seconds = fitting.run(session, loader, updates, whole_epochs=whole, callback=callback, progress=progress)
+        receipts, seconds = fitting.run(session, loader, batches, callback=callback, progress=progress)
         if separate:  # weights that start at zero may have hidden what documents tell each other
             separate = self._documents_separate(session, rows)
-        tokens = sum(receipt.num_tokens or 0 for receipt in receipts)
-        return fitting.FitResult(receipts, session.reduction.table, seconds, tokens, separate)
+        return fitting.FitResult(receipts, session.reduction.table, seconds, separate)
 
     def _documents_separate(self, session: Session, rows: Rows) -> bool:
         separate = documents_separate(session, rows)
@@ -276,10 +265,10 @@ def _plan(fields: Mapping[str, Any], *, distributed: bool, dense: bool) -> Paral
             f"fit: {str(error).replace('ParallelPlan.__init__() ', '')}; expected its own options or fields of ParallelPlan"
         ) from error
     if not dense:
-        split = [f"{axis}={plan.size(axis)}" for axis in plan.active if axis in SPLIT]
+        split = [f"{axis}={plan.size(axis)}" for axis in plan.active if axis in _SPLIT]
         if split:
             raise CapabilityError(
-                f"dense=False has one target a row and is data parallel only, not {', '.join(split)}; set it to 1, or dense=True"
+                f"one target a row (dense=False, --last-position) is data parallel only, not {', '.join(split)}; leave out one of them"
             )
     if distributed and plan.world_size == 1:
         raise UsageError("distributed=True with a plan of one process: say how the ranks are used, such as dp_shard=8")

@@ -101,7 +101,7 @@ class RowLoader:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "num_rows": len(self.rows),
-            "fingerprint": self.rows.fingerprint(),
+            "fingerprint": self.rows.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,28 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mixle_core import UsageError
+from mixle_core.runtime import forward_names
 from mixle_lm.rows import IGNORED
-
-
-@functools.lru_cache(maxsize=64)
-def _accepted(forward: Any) -> tuple[frozenset[str], str | None]:
-    """Names that a forward takes, and the first one that may come by position."""
-    parameters = inspect.signature(forward).parameters.values()
-    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
-    return frozenset(p.name for p in parameters), by_position[0] if by_position else None
-
-
-def _forward_of(module: nn.Module) -> Any:
-    """The forward that the model itself defines. A wrapper holds it as `module`, names no argument and passes everything on."""
-    inner = getattr(module, "module", None)
-    if isinstance(inner, nn.Module) and _accepted(type(module).forward)[1] is None:
-        return _forward_of(inner)
-    return type(module).forward
-
-
-def takes(module: nn.Module, name: str) -> bool:
-    """Whether the model's forward names this argument."""
-    return name in _accepted(_forward_of(module))[0]
 
 
 def call(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
@@ -43,13 +21,13 @@ def call(module: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor 
     it. Never with a key/value cache: with one, transformers models ignore where documents end, and recomputation in the
     backward would append to it once more.
     """
-    names, first = _accepted(_forward_of(module))
+    names = forward_names(module)
     options = {name: value for name, value in options.items() if name in names}
     if position_ids is not None and "position_ids" in names:
         options["position_ids"] = position_ids
     if "use_cache" in names:
         options["use_cache"] = False
-    output: Any = module(input_ids=input_ids, **options) if "input_ids" in names or first is None else module(input_ids, **options)
+    output: Any = module(input_ids=input_ids, **options) if "input_ids" in names else module(input_ids, **options)
     logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
     kept = 1 if "logits_to_keep" in options else input_ids.shape[1]
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[:2] != (input_ids.shape[0], kept):
@@ -80,17 +58,3 @@ def last_token_loss(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tup
     logits = call(module, batch["input_ids"], batch.get("position_ids"), logits_to_keep=1)
     targets = batch["targets"][:, -1]
     return F.cross_entropy(logits[:, -1].float(), targets, reduction="sum", ignore_index=IGNORED), int((targets != IGNORED).sum())
-
-
-def vocabulary(model: nn.Module) -> int:
-    """Number of token ids that the model takes.
-
-    Raises:
-        UsageError: it has neither a `config.vocab_size` nor an embedding.
-    """
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if size is None:
-        size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if size is None:
-        raise UsageError(f"{type(model).__name__} has neither config.vocab_size nor an embedding; expected a language model over token ids")
-    return int(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -19,6 +20,10 @@ IGNORED = -100
 
 _SCAN = 2**24
 """Ids that are looked at in one go, so that a memory-mapped file never lies in memory whole."""
+
+
+_SAMPLE = 2**14
+"""Ids that go into a fingerprint: each may be a read of its own from a memory-mapped file."""
 
 
 class Rows:
@@ -79,9 +84,10 @@ class Rows:
         """Whether the rows know of documents."""
         return self._eos is not None or self._starts is not None
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of shape, type, cut and a sample of the ids, to tell other data from these."""
-        places = np.unique(np.linspace(0, self.ids.size - 1, 65536).astype(np.int64))
+        places = np.unique(np.linspace(0, self.ids.size - 1, _SAMPLE).astype(np.int64))
         sample = self.ids[places] if self.ids.ndim == 1 else self.ids[places // self.ids.shape[1], places % self.ids.shape[1]]
         cut = (self.ids.shape, str(self.ids.dtype), self.length, self.dense, self._eos, None if self._starts is None else len(self._starts))
         return hashlib.sha256(repr(cut).encode() + np.ascontiguousarray(sample).tobytes()).hexdigest()

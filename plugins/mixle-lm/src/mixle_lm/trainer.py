@@ -11,11 +11,11 @@ import attrs
 import click
 import numpy as np
 
-from mixle_core import CapabilityError, StepReceipt, UsageError
+from mixle_core import StepReceipt, UsageError
 from mixle_lm.command import say
 from mixle_lm.corpus import BOUNDARY, Corpus, read_corpus
 from mixle_lm.fit import as_json, cosine_schedule
-from mixle_lm.lm import LM, SPLIT
+from mixle_lm.lm import LM
 from mixle_lm.loader import RowLoader
 from mixle_lm.rows import Rows
 
@@ -37,10 +37,6 @@ def run(context: Any, options: dict[str, Any]) -> int:
         return 1
     lm = LM(context.build(), seed=options["seed"], plugins=context.plugins)
     dense = not options["last_position"]
-    if not dense:
-        split = [f"--{axis} {context.plan.size(axis)}" for axis in context.plan.active if axis in SPLIT]
-        if split:
-            raise CapabilityError(f"--last-position is data parallel only, not {', '.join(split)}; leave out one of them")
     Rows(held_out, vocab_size=lm.vocab_size)  # ids outside the vocabulary show before training
     updates = _updates(lm, corpus, eos, context.plan, options, dense=dense)
 

@@ -96,6 +96,8 @@ class FSDPOwner:
             mine = [p for p in unit.parameters() if id(p) in name_of and id(p) not in taken]
             taken.update(map(id, mine))
             self._units.append((unit, _CountingReduceScatter(lambda: self._forwards), [name_of[id(p)] for p in mine]))
+        places = {name: holders[id(before[name])] for name in self._rows}
+        del before, mine  # or every whole parameter would live until the last unit is sharded
         for unit, _, names in self._units:
             # the shell is the root, so what a root does by itself is said to the model's own group: it stays gathered
             reshard = None if unit is not model else False
@@ -122,7 +124,7 @@ class FSDPOwner:
         for unit, counting, names in self._units:
             assert isinstance(unit, FSDPModule)
             unit.set_custom_reduce_scatter(counting)  # type: ignore[arg-type]
-            self._watch(unit, {name: holders[id(before[name])] for name in names})
+            self._watch(unit, {name: places[name] for name in names})
         self._set_sync()
         return self._shell
 
