@@ -58,26 +58,21 @@ class TorchFSDP(Loop):
     """`parallelize_module` over tp, then `fully_shard` over dp."""
 
     name = "torch: parallelize_module + fully_shard"
+    wrap = staticmethod(fully_shard)
 
     def __init__(self, job: Job) -> None:
         mesh = _mesh(job.plan.data_size, job.plan.tp)
         model = qwen.build(job.size)
         parallelize(model, mesh["tp"])
-        _per_layer(model, mesh["dp"], fully_shard)
+        _per_layer(model, mesh["dp"], self.wrap)
         super().__init__(job, model, model, model.set_requires_gradient_sync, norm_axes="world")
 
 
-class TorchReplicate(Loop):
-    """`parallelize_module` over tp, then FSDP2's `replicate` over dp: DistributedDataParallel refuses DTensor parameters."""
+class TorchReplicate(TorchFSDP):
+    """The same with FSDP2's `replicate` over dp: DistributedDataParallel refuses DTensor parameters."""
 
     name = "torch: parallelize_module + replicate (FSDP2's)"
-
-    def __init__(self, job: Job) -> None:
-        mesh = _mesh(job.plan.data_size, job.plan.tp)
-        model = qwen.build(job.size)
-        parallelize(model, mesh["tp"])
-        _per_layer(model, mesh["dp"], replicate)
-        super().__init__(job, model, model, model.set_requires_gradient_sync, norm_axes="world")
+    wrap = staticmethod(replicate)
 
 
 def write_weights(job: Job) -> Path:
