@@ -31,8 +31,8 @@ class _Commands(click.Group):
         from mixle_core.cli.extension import added_commands, load_command
 
         own = super().get_command(ctx, cmd_name)
-        point = None if own else added_commands().get(cmd_name)
-        return load_command(point, _with_plan) if point else own
+        points = None if own else added_commands().get(cmd_name)
+        return load_command(points, _with_plan) if points else own
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """A broken command of some distribution does not take the help of the others with it."""

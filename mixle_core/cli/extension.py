@@ -60,25 +60,24 @@ class CommandContext:
             save_table(table, Path(path))
 
 
-def added_commands() -> dict[str, importlib.metadata.EntryPoint]:
-    """Names of the commands that installed distributions add, without importing any.
+def added_commands() -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """Names of the commands that installed distributions add -> who adds them, without importing any."""
+    found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
+    for point in importlib.metadata.entry_points(group=COMMAND_GROUP):
+        found.setdefault(point.name, {}).setdefault(point.value, point)
+    return {name: [*found[name].values()] for name in sorted(found)}
+
+
+def load_command(points: list[importlib.metadata.EntryPoint], wrap: Callable[[click.Command], click.Command]) -> click.Command:
+    """Import one added command and give it the plan's options.
 
     Raises:
-        PluginError: two distributions add one name.
+        PluginError: two distributions add it, its import fails, or it is no command.
     """
-    found: dict[str, importlib.metadata.EntryPoint] = {}
-    for point in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
-        known = found.setdefault(point.name, point)
-        if known.value != point.value:
-            names = [f"{p.dist.name} {p.dist.version}" if p.dist else "unknown" for p in (known, point)]
-            raise PluginError(
-                f"two distributions add the command {point.name!r}: {names[0]} and {names[1]}; way out: uninstall one of them"
-            )
-    return found
-
-
-def load_command(point: importlib.metadata.EntryPoint, wrap: Callable[[click.Command], click.Command]) -> click.Command:
-    """Import one added command and give it the plan's options."""
+    if len(points) > 1:
+        names = [f"{p.dist.name} {p.dist.version}" if p.dist else "unknown" for p in points]
+        raise PluginError(f"two distributions add the command {points[0].name!r}: {' and '.join(names)}; way out: uninstall one of them")
+    point = points[0]
     who = f"the command {point.name!r} of {point.dist.name if point.dist else 'unknown'}"
     try:
         command = point.load()

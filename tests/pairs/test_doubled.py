@@ -73,3 +73,5 @@ def test_two_distributions_with_one_command_are_an_error_that_names_both_and_sto
     start, end = "mixle: two distributions add the command 'train': ", "; way out: uninstall one of them\n"
     assert done.stderr in {f"{start}{ours} and {theirs}{end}", f"{start}{theirs} and {ours}{end}"}
     assert both.states() == {"torch-ddp": "enabled"}
+    listed = both.mixle("--help")
+    assert listed.returncode == 0 and "two distributions add the command 'train'" in " ".join(listed.stdout.split()), listed
