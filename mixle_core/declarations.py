@@ -16,7 +16,6 @@ from mixle_core.layout import (
     ParameterLayout,
     Replica,
     Role,
-    Shard,
     Term,
     generalise,
     join,
@@ -156,9 +155,11 @@ def _with_roles(
 
 
 def _check_role(layout: ParameterLayout, role: Role, plan: ParallelPlan, axis: str, plugin: str) -> None:
-    if not isinstance(role, Shard):
-        return
     where = f"{plugin} declares {layout.name} with shape {list(layout.shape)} as {describe_role(role)} on {axis!r}"
+    if isinstance(role, Replica):
+        if role.ranks is not None and (not role.ranks or list(role.ranks) != sorted(set(role.ranks) & set(range(plan.size(axis))))):
+            raise LayoutError(f"{where}: expected ranks from 0 to {plan.size(axis) - 1}, in order")
+        return
     if not 0 <= role.dim < len(layout.shape):
         raise LayoutError(f"{where}: dim {role.dim} does not exist; expected 0 to {len(layout.shape) - 1}")
     extent = layout.shape[role.dim]
@@ -220,7 +221,7 @@ def _check_boundaries(bidder: str, module: ModuleLayout) -> None:
 def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
     """Raise LayoutError, with lines to paste, when a parameter has no role on an active model axis."""
     parameters = layouts.parameters
-    missing = [name for name, layout in parameters.items() if axis not in layout.roles]
+    missing = [name for name, layout in parameters.items() if axis not in layout.roles and layout.expert == (axis in ("ep", "etp"))]
     if not missing:
         return
     modules: dict[str, dict[str, str]] = {}

@@ -47,12 +47,14 @@ def declare_layout(
 
 
 @hookspec
-def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | tuple[AxisClaim, ...] | Refusal | None:
+def own_axis(model: Any, plan: ParallelPlan, layouts: Layouts) -> AxisClaim | tuple[AxisClaim, ...] | Refusal | None:
     """Bid to execute one model axis: to shard the weights and install the boundaries that the layouts declare.
 
-    Called once, before `own_reduction`, when an axis that splits the forward (a model axis or cp) is above 1.
+    Called once, before `own_reduction`, when an axis that splits the forward (a model axis or cp) is above 1. Axes claimed
+    with one factory are executed by one object.
 
     Args:
+        model: as in `declare_layout`, for a plugin that executes models of one kind only.
         plan: the parallel plan.
         layouts: everything declared, by logical name.
 
@@ -64,12 +66,13 @@ def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | tuple[AxisClai
 
 
 @hookspec
-def own_reduction(plan: ParallelPlan, layouts: Layouts) -> Claim | tuple[Claim, ...] | Refusal | None:
+def own_reduction(model: Any, plan: ParallelPlan, layouts: Layouts) -> Claim | tuple[Claim, ...] | Refusal | None:
     """Bid to reduce the gradients of named parameters over all their pending axes.
 
     Called once. The core constructs the owners that win, and only those.
 
     Args:
+        model: as in `declare_layout`, for a plugin that owns the gradients of models of one kind only.
         plan: the parallel plan.
         layouts: everything declared, by logical name.
 

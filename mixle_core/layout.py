@@ -34,9 +34,12 @@ class Replica:
     Args:
         gradient: "complete" when each rank computes the whole gradient (redundant computation: average or leave it);
             "partial" when each rank computes one term (head- or sequence-sharded computation: add them up).
+        ranks: positions on the axis that hold it, such as the stages of an embedding that is tied across a pipeline, or the
+            only stage of a layer; None for all.
     """
 
     gradient: Literal["complete", "partial"] = attrs.field(default="complete", validator=attrs.validators.in_(("complete", "partial")))
+    ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
 
 
 @attrs.frozen
@@ -146,6 +149,11 @@ class ParameterLayout:
     declared_by: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
+    def expert(self) -> bool:
+        """Whether it lies in the folded expert view of the mesh (pp, edp, ep, etp): declared on ep or etp."""
+        return "ep" in self.roles or "etp" in self.roles
+
+    @property
     def numel(self) -> int:
         """Number of elements of the global shape."""
         return functools.reduce(lambda a, b: a * b, self.shape, 1)
@@ -179,6 +187,17 @@ class Layouts:
     def trainable(self) -> tuple[str, ...]:
         """Names of the trainable parameters, sorted."""
         return tuple(name for name, layout in self.parameters.items() if layout.trainable)
+
+
+def num_holders(role: Role | None, size: int) -> int:
+    """How many of the `size` ranks of an axis hold a replica with this role."""
+    return size if not isinstance(role, Replica) or role.ranks is None else len(role.ranks)
+
+
+def is_held(roles: Mapping[str, Role], position: Mapping[str, int]) -> bool:
+    """Whether the rank at `position` holds any of a parameter with `roles`."""
+    replicas = ((axis, role) for axis, role in roles.items() if isinstance(role, Replica) and role.ranks is not None)
+    return all(axis not in position or position[axis] in (role.ranks or ()) for axis, role in replicas)
 
 
 def _translate(pattern: str) -> str:

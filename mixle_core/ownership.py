@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from mixle_core.errors import CapabilityError, LayoutError, MixleError, OwnershipError, PluginError, explain_failure
-from mixle_core.layout import Layouts, ParameterLayout, Replica, Role, generalise
-from mixle_core.plan import DATA_AXES, ParallelPlan
+from mixle_core.layout import Layouts, ParameterLayout, Replica, Role, generalise, is_held, num_holders
+from mixle_core.plan import AXES, DATA_AXES, EXPERT_AXES, ParallelPlan
 
 LOCAL_OWNER = "local"
 """Owner of every parameter without a pending axis: its gradient is final as it is."""
@@ -49,6 +49,7 @@ class Claim:
         stages: how the owner's collectives split the axes, in order; empty for one flattened collective.
         averages: whether the owner averages over complete axes; otherwise it leaves their equal copies alone.
         whole: all of the parameters or none of them.
+        final: also those of the parameters without a pending axis, whose gradients lie where only this owner finds them.
     """
 
     owner: Callable[[], Any]
@@ -59,6 +60,7 @@ class Claim:
     stages: tuple[tuple[str, ...], ...] = ()
     averages: bool = False
     whole: bool = True
+    final: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -167,6 +169,10 @@ class Row:
         """Pending axes whose role somebody declared; the first update checks these."""
         return tuple(axis for axis in self.pending if axis not in DATA_AXES)
 
+    def held_by(self, plan: ParallelPlan, rank: int) -> bool:
+        """Whether `rank` holds any of it: a parameter may live on some stages or expert ranks only."""
+        return is_held(self.roles, {**plan.coordinates(rank), **plan.coordinates(rank, EXPERT_AXES)})
+
     def role_text(self) -> str:
         """The declared roles in a phrase, such as `tp: Shard(0)`."""
         return ", ".join(f"{axis}: {describe_role(role)}" for axis, role in self.roles.items()) or "-"
@@ -187,7 +193,7 @@ class Row:
 def describe_role(role: Role) -> str:
     """`role` as a layout author writes it."""
     if isinstance(role, Replica):
-        return f"Replica({role.gradient})"
+        return f"Replica({role.gradient}{'' if role.ranks is None else f', ranks={list(role.ranks)}'})"
     detail = "" if role.unit == 1 else f", unit={role.unit}"
     return f"Shard({role.dim}{detail}{'' if role.parts is None else f', parts={list(role.parts)}'})"
 
@@ -247,10 +253,14 @@ def canonical_json(value: Any) -> str:
 
 
 def pending_axes(plan: ParallelPlan, layout: ParameterLayout) -> tuple[str, ...]:
-    """Axes above 1 on which the parameter is a replica. Data axes are, unless declared otherwise."""
-    return tuple(
-        axis for axis in plan.active if (axis in DATA_AXES and axis not in layout.roles) or isinstance(layout.roles.get(axis), Replica)
-    )
+    """Axes on which several ranks hold a replica of the parameter. On data axes they do, unless declared otherwise."""
+    pending = []
+    for axis in EXPERT_AXES if layout.expert else AXES:
+        role = layout.roles.get(axis)
+        replica = isinstance(role, Replica) or (role is None and axis in DATA_AXES)
+        if replica and plan.size(axis) > 1 and num_holders(role, plan.size(axis)) > 1:
+            pending.append(axis)
+    return tuple(pending)
 
 
 def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Claim) -> Row:
@@ -268,7 +278,8 @@ def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Cla
         )
     complete = [axis for axis in pending if isinstance(layout.roles.get(axis), Replica) and layout.roles[axis].gradient == "complete"]  # type: ignore[union-attr]
     reduced = tuple(axis for axis in pending if axis not in complete or claim.averages)
-    averaged = math.prod(plan.size(axis) for axis in complete) if claim.averages else 1
+    held = {axis: num_holders(layout.roles.get(axis), plan.size(axis)) for axis in pending}
+    averaged = math.prod(held[axis] for axis in complete) if claim.averages else 1
     stages = tuple(
         stage for stage in ([tuple(a for a in axes if a in reduced) for axes in claim.stages] if claim.stages else [reduced]) if stage
     )
@@ -278,15 +289,13 @@ def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Cla
             "way out: every axis of a claim stands in one of its stages"
         )
     stored = tuple(axis for axis in claim.stored if axis in reduced)
-    sizes = {axis: plan.size(axis) for axis in plan.active}
-    local_shape = layout.local_shape(sizes)
+    local_shape = layout.local_shape({axis: plan.size(axis) for axis in layout.roles})
     dtype, itemsize = ("torch.float32", 4) if layout.dtype in _HALF else (layout.dtype, layout.itemsize)
     payload, remaining = 0, math.prod(local_shape) * itemsize
     for stage in stages:
         payload += remaining
         if set(stage) & set(stored):
             remaining = math.ceil(remaining / math.prod(plan.size(axis) for axis in stage))
-    slices = math.prod(plan.size(axis) for axis in plan.active if axis not in pending or axis in stored)
     return Row(
         name=layout.name,
         owner=owner,
@@ -299,12 +308,12 @@ def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Cla
         dtype=dtype,
         stages=stages,
         stored=stored,
-        group_size=math.prod(plan.size(axis) for axis in reduced),
+        group_size=math.prod(held[axis] for axis in reduced),
         shape=layout.shape,
         local_shape=local_shape,
         param_dtype=layout.dtype,
         itemsize=layout.itemsize,
-        copies=max(1, plan.world_size // slices),
+        copies=math.prod(number for axis, number in held.items() if axis not in stored),
         payload_bytes=payload,
         aliases=layout.aliases,
     )
@@ -341,7 +350,7 @@ def arbitrate(
     names = [n for n, layout in layouts.parameters.items() if layout.trainable]
     if not names:
         raise LayoutError("the model has no trainable parameter; set requires_grad on those that training should change")
-    needing = [name for name in names if pending_axes(plan, layouts.parameters[name])]
+    needing = {name for name in names if pending_axes(plan, layouts.parameters[name])}
     claiming = sorted({claim.backend for _, claim in claims})
     if backends and needing and not any(label in claiming for label in backends):
         known = f"backends that claim here: {', '.join(claiming)}" if claiming else "install a plugin of this backend, or change the plan"
@@ -350,10 +359,14 @@ def arbitrate(
     failure: OwnershipError | None = None
     for label in backends or (None,):
         offered = [(who, claim) for who, claim in claims if label is None or claim.backend == label]
+        final = {name for _, claim in offered if claim.final for name in claim.parameters}
         try:
             winners = exactly_one(
-                needing,
-                [Bid(shown.get(who, who), claim.parameters, (who, claim)) for who, claim in offered],
+                [name for name in names if name in final or name in needing],
+                [
+                    Bid(shown.get(who, who), claim.parameters if claim.final else claim.parameters & needing, (who, claim))
+                    for who, claim in offered
+                ],
                 what="each trainable parameter needs exactly one owner",
                 way_out={
                     "nobody": "install or enable a plugin that owns these axes, or change the plan as the refusals say",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,13 +13,26 @@ from mixle_core.errors import PlanError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes that multiply to the world size, slowest varying first: ranks of one tp group are neighbours."""
 
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+"""The same ranks as an expert sees them, slowest varying first."""
+
+DATA_AXES = ("dp_replicate", "dp_shard", "cp", "edp")
 """Axes whose ranks see different tokens: every gradient is a term of a sum over them, without a declaration."""
 
 MODEL_AXES = ("pp", "tp", "ep", "etp")
 """Axes on which a layout declares what a parameter is."""
 
 PRECISIONS = ("fp32", "bf16")
+
+
+def mesh_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """The view of the mesh that has all of `axes`: `AXES`, or `EXPERT_AXES`."""
+    wanted = set(axes)
+    for view in (AXES, EXPERT_AXES):
+        if wanted <= set(view):
+            return view
+    odd = sorted(wanted - set(AXES) - set(EXPERT_AXES)) or sorted(wanted - set(AXES))
+    raise PlanError(f"axis {', '.join(odd)}: expected some of {', '.join(AXES)}; or, of experts, of {', '.join(EXPERT_AXES)}")
 
 
 def _positive(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
@@ -87,7 +100,7 @@ class ParallelPlan:
     @property
     def data_size(self) -> int:
         """Number of ranks that see different tokens."""
-        return math.prod(self.size(axis) for axis in DATA_AXES)
+        return math.prod(self.size(axis) for axis in ("dp_replicate", "dp_shard", "cp"))
 
     @property
     def num_backwards(self) -> int:
@@ -117,30 +130,27 @@ class ParallelPlan:
         """Active axes on which the forward itself is split, so that a plugin must execute them."""
         return tuple(axis for axis in self.active if axis in (*MODEL_AXES, "cp"))
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on each of `AXES`."""
+    def coordinates(self, rank: int, axes: Sequence[str] = AXES) -> dict[str, int]:
+        """Position of `rank` on each of `axes`, which is `AXES` or `EXPERT_AXES`."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank}: expected 0 to {self.world_size - 1} for this plan")
         position: dict[str, int] = {}
-        for axis in reversed(AXES):
+        for axis in reversed(axes):
             rank, position[axis] = divmod(rank, self.size(axis))
-        return {axis: position[axis] for axis in AXES}
+        return {axis: position[axis] for axis in axes}
 
-    def rank_of(self, position: dict[str, int]) -> int:
+    def rank_of(self, position: Mapping[str, int]) -> int:
         """Inverse of `coordinates`."""
         rank = 0
-        for axis in AXES:
+        for axis in mesh_axes(position):
             rank = rank * self.size(axis) + position[axis]
         return rank
 
     def group_ranks(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Ranks that share every coordinate with `rank` except those on `axes`, in mesh order."""
-        wanted = set(axes)
-        if not wanted <= set(AXES):
-            raise PlanError(f"axis {', '.join(sorted(wanted - set(AXES)))}: expected some of {', '.join(AXES)}")
-        free = [axis for axis in AXES if axis in wanted]
-        positions = [self.coordinates(rank)]
-        for axis in free:
+        view = mesh_axes(axes := set(axes))
+        positions = [self.coordinates(rank, view)]
+        for axis in (axis for axis in view if axis in axes):
             positions = [{**position, axis: i} for position in positions for i in range(self.size(axis))]
         return tuple(self.rank_of(position) for position in positions)
 

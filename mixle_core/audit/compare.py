@@ -9,7 +9,7 @@ import torch
 
 from mixle_core.layout import Shard
 from mixle_core.ownership import Row
-from mixle_core.plan import AXES, ParallelPlan
+from mixle_core.plan import ParallelPlan, mesh_axes
 
 
 def relative_error(value: torch.Tensor | None, reference: torch.Tensor | None) -> float:
@@ -31,24 +31,31 @@ def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]
     """Put the local tensors of one parameter together.
 
     Args:
-        pieces: per rank of the world: the parameter or its gradient, sliced as the table says.
+        pieces: per rank of the world: the parameter or its gradient, sliced as the table says; slices over stored axes may
+            be flat. Ranks that do not hold it are passed over.
 
     Returns:
         The whole tensor (global shape), or None when no rank has one; and whether all copies are equal to the bit.
     """
-    if all(piece is None for piece in pieces):
+    held = {rank: piece for rank, piece in enumerate(pieces) if row.held_by(plan, rank)}
+    if all(piece is None for piece in held.values()):
         return None, True
-    if any(piece is None for piece in pieces):
+    if any(piece is None for piece in held.values()):
         return None, False
-    cut = [axis for axis in AXES if plan.size(axis) > 1 and (axis in row.stored or isinstance(row.roles.get(axis), Shard))]
+    view = mesh_axes((*row.roles, *row.pending))
+    whole_here = all(piece is not None and tuple(piece.shape) == row.local_shape for piece in held.values())
+    stored = () if whole_here else row.stored  # an owner may keep gradients and state sharded, and parameters whole
+    cut = [axis for axis in view if plan.size(axis) > 1 and (axis in stored or isinstance(row.roles.get(axis), Shard))]
     by_slice: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for rank, piece in enumerate(pieces):
-        at = plan.coordinates(rank)
+    for rank, piece in held.items():
+        at = plan.coordinates(rank, view)
         by_slice.setdefault(tuple(at[axis] for axis in cut), []).append(piece)  # type: ignore[arg-type]
     equal = all(torch.equal(copy, copies[0]) for copies in by_slice.values() for copy in copies[1:])
     whole = {position: copies[0] for position, copies in by_slice.items()}
-    for depth in (*(i for i, axis in enumerate(cut) if axis in row.stored), *(i for i, axis in enumerate(cut) if axis not in row.stored)):
+    for depth in sorted(range(len(cut)), key=lambda depth: cut[depth] not in stored):
         axis = cut[depth]
+        if axis not in stored:
+            whole = {position: _shaped(tensor, row) for position, tensor in whole.items()}
         grouped: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for position in sorted(whole):
             rest = (*position[:depth], 0, *position[depth + 1 :])
@@ -56,7 +63,12 @@ def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]
         role = row.roles.get(axis)
         whole = {position: _join(slices, role if isinstance(role, Shard) else Shard(0)) for position, slices in grouped.items()}
     (tensor,) = whole.values()
-    return tensor, equal
+    return _shaped(tensor, row), equal
+
+
+def _shaped(tensor: torch.Tensor, row: Row) -> torch.Tensor:
+    """Flat slices, put together, in the shape that they have on one rank."""
+    return tensor.reshape(row.local_shape) if tensor.dim() == 1 and tensor.numel() == math.prod(row.local_shape) else tensor
 
 
 def _join(slices: list[torch.Tensor], role: Shard) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -111,7 +110,8 @@ def verify(
     """
     reduction = attach(build(), plan, backend=backend, seed=seed, plugins=plugins)
     trainable = {name: p for name, p in reduction.named_parameters() if p.requires_grad}
-    ours = optimizer(trainable.values())
+    ours = reduction.build_optimizer(optimizer)
+    assert ours is not None
     reference = reference_model(build, seed, reduction)
     theirs_by_name = {name: p for name, p in logical_parameters(reference, reduction.layouts.transparent).items() if p.requires_grad}
     theirs = optimizer(theirs_by_name.values())
@@ -176,16 +176,8 @@ def _one_update(reduction: Reduction, loss: Any, batch: Batch, update: int, leng
     plan = reduction.mesh.plan
     position = reduction.mesh.coordinates
     data_rank = (position["dp_replicate"] * plan.dp_shard + position["dp_shard"]) * plan.cp + position["cp"]
-    tokens, loss_sum = 0, 0.0
-    for backward in range(length):
-        with ExitStack() as stack:
-            if not (full and backward == length - 1):
-                stack.enter_context(reduction.no_sync())
-            value, number = loss(reduction.module, batch(update, backward, data_rank))
-            value.backward()
-        tokens += number
-        loss_sum += float(value.detach())
-    return reduction.finish(tokens, loss_sum)
+    loss_sum, tokens = reduction.run([batch(update, backward, data_rank) for backward in range(length)], loss, last=full)
+    return reduction.finish(tokens, float(loss_sum))
 
 
 def _reference_update(
@@ -207,7 +199,8 @@ def _reference_update(
 def _gathered(reduction: Reduction, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, tuple[torch.Tensor | None, bool]]:
     mine = {name: None if t is None else _local(t) for name, t in tensors.items()}
     everyone = reduction.mesh.gather_objects(mine)
-    return {name: assemble(reduction.mesh.plan, reduction.table[name], [theirs[name] for theirs in everyone]) for name in mine}
+    plan, table = reduction.mesh.plan, reduction.table
+    return {row.name: assemble(plan, row, [theirs.get(row.name) for theirs in everyone]) for row in table.rows}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

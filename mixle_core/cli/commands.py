@@ -135,7 +135,7 @@ def explain(**options: Any) -> int:
     """Show who reduces what under a plan, and what it costs: no GPU, no processes."""
     from mixle_core.cli.options import backends, load, pop_plan
     from mixle_core.cli.report import console, explain_json, human_bytes, memory_per_rank, ownership_table, save_table
-    from mixle_core.runtime.reduction import arbitration
+    from mixle_core.runtime.arbitration import arbitration
 
     plan = pop_plan(options)
     loaded, build = load(options["model_spec"])
@@ -184,8 +184,8 @@ def verify(**options: Any) -> int:
 def _on_ranks(run: Any, options: dict[str, Any]) -> int:
     """Run here when this is a rank or the plan is one process; else launch this same command on all ranks."""
     from mixle_core.cli.options import load, pop_plan
+    from mixle_core.runtime.arbitration import arbitration
     from mixle_core.runtime.launch import is_rank, launch, limit_threads
-    from mixle_core.runtime.reduction import arbitration
 
     plan = pop_plan(options)
     if is_rank() or plan.world_size == 1:

@@ -86,6 +86,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def in_memory_store() -> Any:
+    """A `Store` for a process group of one process; torch's type stubs leave the name out."""
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
 def gradient_hooks(parameter: torch.Tensor) -> int:
     """Number of hooks that someone put on a parameter's gradient; torch has no public way to ask."""
     backward = getattr(parameter, "_backward_hooks", None) or ()

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mixle_core.agreement import digest, first_difference
 from mixle_core.errors import AgreementError, CapabilityError, MixleError, UsageError
-from mixle_core.plan import AXES, ParallelPlan
-from mixle_core.runtime._upstream import default_store, observe_collectives
+from mixle_core.plan import AXES, EXPERT_AXES, ParallelPlan, mesh_axes
+from mixle_core.runtime._upstream import default_store, in_memory_store, observe_collectives
+from mixle_core.runtime.agreement import digest, first_difference
 
 CONTROL = "control"
 """Owner label of the groups that carry decisions, not gradients."""
@@ -165,20 +165,32 @@ class Mesh:
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = plan.coordinates(self.rank)
+        self.position = {**self.coordinates, **plan.coordinates(self.rank, EXPERT_AXES)}
         self.order = 0  # a hash of what owners saw called: equal on every rank when an update ends, or it is an error
         self._serial = 0
         if plan.world_size > 1:
             _counter.install()
             self._serial = next(_serials)
 
-    def group(self, axes: Iterable[str], owner: str) -> dist.ProcessGroup | None:
-        """The group of `owner` whose ranks differ from this one only on `axes`; None when that is this rank alone."""
+    def group(
+        self, axes: Iterable[str], owner: str, *, holders: Mapping[str, Sequence[int]] | None = None, alone: bool = False
+    ) -> dist.ProcessGroup | None:
+        """The group of `owner` whose ranks differ from this one only on `axes`; None when that is this rank alone.
+
+        Args:
+            axes: of the mesh, or of its folded expert view.
+            holders: axis -> positions that are in the group; None on the others. All ranks ask for it.
+            alone: a real group also where it is this rank alone.
+        """
         wanted = set(axes)
-        ranks = self.plan.group_ranks(self.rank, wanted)
-        if len(ranks) == 1:
-            return None
-        active = [axis for axis in AXES if axis in wanted and self.plan.size(axis) > 1]
-        return _shared_group(self.plan, ranks, active, f"mixle:{owner}:{'.'.join(active)}")
+        active = [axis for axis in mesh_axes(wanted) if axis in wanted and self.plan.size(axis) > 1]
+        held = {axis: tuple(holders[axis]) for axis in active if holders and axis in holders}
+        ranks = _members(self.plan, self.rank, active, held)
+        found = None
+        if len(ranks) > 1:
+            name = ".".join(f"{axis}[{','.join(map(str, held[axis]))}]" if axis in held else axis for axis in active)
+            found = _shared_group(self.plan, ranks, active, held, f"mixle:{owner}:{name}")
+        return solo_group(owner) if found is None and alone else found
 
     def world(self) -> dist.ProcessGroup | None:
         """The group of all ranks that carries decisions."""
@@ -235,26 +247,53 @@ class Mesh:
         return gathered
 
 
-_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
+_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup | None] = {}
 _groups_of: list[object] = []
 
 
-def _shared_group(plan: ParallelPlan, ranks: tuple[int, ...], axes: Sequence[str], description: str) -> dist.ProcessGroup:
+def _members(plan: ParallelPlan, rank: int, axes: Sequence[str], held: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    ranks = plan.group_ranks(rank, axes)
+    if not held:
+        return ranks
+    view = mesh_axes(axes)
+    return tuple(r for r in ranks if all(plan.coordinates(r, view)[axis] in positions for axis, positions in held.items()))
+
+
+def solo_group(owner: str) -> dist.ProcessGroup:
+    """A real process group of this rank alone, for libraries that need one where nothing is to be sent. Not a collective."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=in_memory_store(), rank=0, world_size=1)
+        atexit.register(_leave_processes)
+    _forget_old_groups()
+    key = ((dist.get_rank(),), f"mixle:{owner}:", 0.0)
+    found = _groups.get(key)
+    if found is None:
+        _groups[key] = found = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=key[1])
+    return found
+
+
+def _forget_old_groups() -> None:
+    if _groups_of != [dist.group.WORLD]:
+        _groups.clear()
+        _groups_of[:] = [dist.group.WORLD]
+
+
+def _shared_group(
+    plan: ParallelPlan, ranks: tuple[int, ...], axes: Sequence[str], held: Mapping[str, Sequence[int]], description: str
+) -> dist.ProcessGroup | None:
     """Make a group, or take the one this process made before for the same purpose.
 
     Groups live as long as the default group. Every rank makes those of all ranks: torch names a group that only its members
     make by how many groups the process has, which differs between ranks as soon as a user made one for some of them.
     """
-    if _groups_of != [dist.group.WORLD]:
-        _groups.clear()
-        _groups_of[:] = [dist.group.WORLD]
+    _forget_old_groups()
     key = (ranks, description, plan.timeout_s)
     if key not in _groups:
         limit = datetime.timedelta(seconds=plan.timeout_s)
-        for others in sorted({plan.group_ranks(rank, axes) for rank in range(plan.world_size)}):
+        for others in sorted({_members(plan, rank, axes, held) for rank in range(plan.world_size)}):
             group = dist.new_group(list(others), timeout=limit, group_desc=description)
             if others == ranks:
-                _groups[key] = group
+                _groups[key] = group if dist.get_rank() in ranks else None
     return _groups[key]
 
 

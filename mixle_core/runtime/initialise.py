@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mixle_core.errors import CapabilityError, LayoutError, PluginError, UsageError
-from mixle_core.layout import Layouts, join, logical_name, tied_names
+from mixle_core.layout import Layouts, Replica, is_held, join, logical_name, tied_names
 from mixle_core.ownership import pending_axes
 from mixle_core.plan import AXES
 from mixle_core.runtime._upstream import gradient_hooks
@@ -26,6 +26,9 @@ from mixle_core.runtime.groups import CONTROL, Mesh
 _BROADCAST_BYTES = 64 * 2**20
 _CUT = "_mixle_cut"
 _MARK = 0xA5
+
+_Holders = tuple[tuple[str, tuple[int, ...]], ...]
+"""Axis and the positions on it that hold a copy."""
 
 Shard = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes a logical name and the whole tensor, returns this rank's slice of it."""
@@ -134,11 +137,20 @@ def _is_blank(tensor: torch.Tensor) -> bool:
     return bool(marked.all() if short else marked.any()) and tensor.numel() > 0
 
 
-def place_parameters(model: nn.Module, layouts: Layouts, seed: int, device: torch.device, shard: Shard, fill: Fill) -> frozenset[str]:
+def place_parameters(
+    model: nn.Module,
+    layouts: Layouts,
+    seed: int,
+    device: torch.device,
+    shard: Shard,
+    fill: Fill,
+    held: Callable[[str], bool] = lambda name: True,
+) -> frozenset[str]:
     """Put every parameter and buffer on `device`, cut; fill those on meta, one module at a time.
 
     The value of a parameter filled here depends on (seed, logical name) alone: each module is filled whole on the CPU,
-    under a generator keyed by its name, and cut afterwards. The global generator is left as it was.
+    under a generator keyed by its name, and cut afterwards. The global generator is left as it was. Those that are not
+    `held` here are left empty.
 
     Returns:
         Logical names that were filled here; the others came with values.
@@ -153,13 +165,16 @@ def place_parameters(model: nn.Module, layouts: Layouts, seed: int, device: torc
     filled: set[str] = set()
     for name, module in list(_holders(model, layouts.transparent)):
         parameters = {local: p for local, p in module.named_parameters(recurse=False) if id(p) not in placed}
-        fresh = {local: p for local, p in parameters.items() if p.is_meta}
+        fresh = {local: p for local, p in parameters.items() if p.is_meta and held(canonical[id(p)])}
         buffers = {local: b for local, b in module.named_buffers(recurse=False) if b.is_meta}
         if fresh or buffers:
             _fill_module(model, module, raw_names[id(module)], name, fresh, buffers, layouts, seed, fill)
             filled.update(canonical[id(p)] for p in fresh.values())
         for local, old in parameters.items():
-            values = shard(canonical[id(old)], module.get_parameter(local).detach()).to(device)
+            if held(canonical[id(old)]):
+                values = shard(canonical[id(old)], module.get_parameter(local).detach()).to(device)
+            else:
+                values = torch.empty(0, dtype=old.dtype, device=device)
             if old.is_meta:
                 placed[id(old)] = nn.Parameter(values, requires_grad=old.requires_grad)
                 module._parameters[local] = placed[id(old)]
@@ -230,14 +245,18 @@ def equalise_copies(model: nn.Module, layouts: Layouts, mesh: Mesh, filled: froz
     Args:
         filled: names whose values are equal already, since they depend on the seed and the name alone.
     """
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    by_axes: dict[tuple[tuple[str, ...], _Holders], list[torch.Tensor]] = {}
     for name, (parameter, _) in tied_names(model, layouts.transparent).items():
         if name not in filled:
-            by_axes.setdefault(pending_axes(mesh.plan, layouts.parameters[name]), []).append(parameter.detach())
-    by_axes.setdefault(tuple(axis for axis in AXES if mesh.plan.size(axis) > 1), []).extend(b for b in model.buffers() if b.numel())
-    for axes, tensors in sorted(by_axes.items()):
-        group = mesh.group(axes, CONTROL)
-        if group is None:
+            layout = layouts.parameters[name]
+            axes = pending_axes(mesh.plan, layout)
+            some = {axis: role.ranks for axis in axes if isinstance(role := layout.roles.get(axis), Replica) and role.ranks is not None}
+            by_axes.setdefault((axes, tuple(sorted(some.items()))), []).append(parameter.detach())
+    everywhere = tuple(axis for axis in AXES if mesh.plan.size(axis) > 1)
+    by_axes.setdefault((everywhere, ()), []).extend(b for b in model.buffers() if b.numel())
+    for (axes, holders), tensors in sorted(by_axes.items(), key=lambda item: item[0]):
+        group = mesh.group(axes, CONTROL, holders=dict(holders))
+        if group is None or not any(tensor.numel() for tensor in tensors):
             continue
         source = dist.get_process_group_ranks(group)[0]
         for batch in _batches(tensors):
@@ -263,7 +282,7 @@ def _batches(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
-def recompute_units(model: nn.Module, layouts: Layouts) -> None:
+def recompute_units(model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
     """Recompute each unit in the backward instead of storing its activations.
 
     Raises:
@@ -276,6 +295,8 @@ def recompute_units(model: nn.Module, layouts: Layouts) -> None:
     modules = named_modules(model, layouts.transparent)
     for name in layouts.units:
         if name not in modules:
+            if any(f"{n}.".startswith(f"{name}.") and not is_held(p.roles, mesh.position) for n, p in layouts.parameters.items()):
+                continue  # of another stage
             raise UsageError(f"unit {name!r} is not a module of the model")
         module = modules[name]
         inner = module.forward

@@ -120,8 +120,11 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Number of token ids that a model takes: `config.vocab_size`, else that of its first embedding; None when it has neither."""
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    """Number of token ids that a model takes: `config.vocab_size` or its own `vocab_size`, else that of its first embedding.
+
+    None when it has none of them.
+    """
+    size = getattr(getattr(model, "config", None), "vocab_size", getattr(model, "vocab_size", None))
     if size is None:
         size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
     return None if size is None else int(size)

@@ -99,13 +99,15 @@ class Probe:
             )
 
     def _verdict(self, name: str, axis: str, seen: torch.Tensor) -> str | None:
+        role = self._rows[name].roles[axis]
+        assert isinstance(role, Replica)
+        if role.ranks is not None:
+            seen = seen[list(role.ranks)]
         norms = seen[:, 0]
         largest = float(norms.max())
         if largest == 0.0 or not torch.isfinite(seen).all():
             return None
         spread = float((seen.max(dim=0).values - seen.min(dim=0).values).max()) / largest
-        role = self._rows[name].roles[axis]
-        assert isinstance(role, Replica)
         numbers = ", ".join(f"{norm:.4g}" for norm in norms.tolist())
         says = f"{name} on {axis}: declared {describe_role(role)}"
         if role.gradient == "complete" and spread > _ROUNDING[self._mesh.plan.precision]:

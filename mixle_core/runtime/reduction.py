@@ -1,29 +1,28 @@
-"""`explain` and `attach`: declare, arbitrate, agree, apply, initialise, install; then one checked reduction per update."""
+"""`attach`: declare, arbitrate, agree, apply, initialise, install; then one checked reduction per update."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
-from mixle_core.agreement import agreement_document
-from mixle_core.declarations import declared_layouts, require_declared, resolve_layouts
 from mixle_core.errors import CapabilityError, LedgerError, UsageError
-from mixle_core.layout import Layouts
+from mixle_core.layout import Layouts, is_held
 from mixle_core.ledger import Ledger
-from mixle_core.ownership import LOCAL_OWNER, AxisClaim, Bid, Claim, OwnershipTable, Refusal, Row, arbitrate, exactly_one
-from mixle_core.plan import MODEL_AXES, ParallelPlan
+from mixle_core.ownership import LOCAL_OWNER, Bid, Row, exactly_one
+from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import LoadedPlugins
 from mixle_core.receipts import Gradient, OwnerReceipt, OwnerReduction
-from mixle_core.runtime.contracts import AxisExecutor, Observe, Owner
+from mixle_core.runtime.agreement import agreement_document
+from mixle_core.runtime.arbitration import Arbitration, arbitration
+from mixle_core.runtime.contracts import AxisExecutor, Loss, Observe, Owner, checked_loss
 from mixle_core.runtime.gradients import Reduced, local_power_sum, multiply_
-from mixle_core.runtime.groups import Mesh, Traffic, agree, counted_traffic, raise_everywhere, start_processes
+from mixle_core.runtime.groups import CONTROL, Mesh, Traffic, agree, counted_traffic, raise_everywhere, start_processes
 from mixle_core.runtime.initialise import (
     Fill,
     derive_seed,
@@ -32,98 +31,13 @@ from mixle_core.runtime.initialise import (
     mark_cut,
     place_parameters,
     recompute_units,
-    refuse_foreign,
-    with_units,
 )
-from mixle_core.runtime.models import Plugins, loaded_plugins
+from mixle_core.runtime.models import Plugins
+from mixle_core.runtime.optimizers import Factory
 from mixle_core.runtime.probe import Probe
 
 _SAME_ROWS = ("pp", "tp")
 """Ranks that differ only on these axes train on the same rows."""
-
-
-@attrs.frozen(eq=False)
-class Arbitration:
-    """The pure part of set-up: who was asked, what was declared, who won."""
-
-    plugins: LoadedPlugins
-    layouts: Layouts
-    table: OwnershipTable
-    winners: Mapping[str, tuple[Claim, tuple[Row, ...]]]
-    executors: Mapping[str, AxisClaim]
-    refusals: tuple[tuple[str, Refusal], ...]
-
-
-def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[str] | None, plugins: Plugins) -> Arbitration:
-    """Ask every plugin and settle every axis and parameter, without a process group."""
-    plugins = loaded_plugins(plugins)
-    backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
-    refuse_foreign(model)
-    layouts = with_units(model, resolve_layouts(model, plan, declared_layouts(plugins, model, plan)))
-    executors, declined = _settle_axes(plan, layouts, plugins, backends)
-    for axis in plan.executed_axes:
-        if axis in MODEL_AXES:
-            require_declared(layouts, axis, plan)
-    claims: list[tuple[str, Claim]] = []
-    refusals: list[tuple[str, Refusal]] = []
-    for name, answer in plugins.ask("own_reduction", plan=plan, layouts=layouts):
-        for item in answer if isinstance(answer, tuple) else (answer,):
-            if isinstance(item, Refusal):
-                refusals.append((name, item))
-            elif isinstance(item, Claim):
-                claims.append((name, item))
-            else:
-                raise plugins.misanswered(name, "own_reduction", item, "Claim, Refusal or None")
-    table, winners = arbitrate(plan, layouts, claims, refusals, backends=backends, labels=plugins.labels)
-    table = attrs.evolve(table, executors={axis: name for axis, (name, _) in executors.items()})
-    return Arbitration(plugins, layouts, table, winners, {axis: claim for axis, (_, claim) in executors.items()}, (*declined, *refusals))
-
-
-def _settle_axes(
-    plan: ParallelPlan, layouts: Layouts, plugins: LoadedPlugins, backends: tuple[str, ...]
-) -> tuple[dict[str, tuple[str, AxisClaim]], list[tuple[str, Refusal]]]:
-    bids, refusals = [], []
-    for name, answer in plugins.ask("own_axis", plan=plan, layouts=layouts) if plan.executed_axes else ():
-        for item in answer if isinstance(answer, tuple) else (answer,):
-            if isinstance(item, Refusal):
-                refusals.append((name, item))
-            elif not isinstance(item, AxisClaim):
-                raise plugins.misanswered(name, "own_axis", item, "AxisClaim, Refusal or None")
-            elif not backends or item.backend in backends:
-                bids.append(Bid(plugins.labels[name], (item.axis,), (name, item)))
-    preferred = [bid for bid in bids if not backends or _rank(bid, backends) == min(_rank(o, backends) for o in bids if o.keys == bid.keys)]
-    chosen = exactly_one(
-        plan.executed_axes,
-        preferred,
-        what=f"each axis that splits the forward needs exactly one executor (plan: {plan.describe()})",
-        way_out={
-            "nobody": "set the axis to 1, or install and enable a plugin that executes it"
-            + (f" under backend {' or '.join(backends)}" if backends else ""),
-            "several": "choose with backend=..., or leave one of them out of MIXLE_PLUGINS",
-        },
-        refusals=[(plugins.labels[name], refusal) for name, refusal in refusals],
-        nobody=CapabilityError,
-    )
-    return {axis: bid.value for axis, bid in chosen.items()}, refusals
-
-
-def _rank(bid: Bid, backends: tuple[str, ...]) -> int:
-    """How far back in the order of preference an executor's backend stands."""
-    return backends.index(bid.value[1].backend)
-
-
-def explain(model: nn.Module, plan: ParallelPlan, *, backend: str | Sequence[str] | None = None, plugins: Plugins = None) -> OwnershipTable:
-    """Return the ownership table of `model` under `plan`: pure, no process group, no GPU, the model may be on meta.
-
-    Args:
-        model: whole, unwrapped.
-        backend: label, or labels in order of preference; None when only one claims.
-        plugins: names to load instead of all installed ones; name -> module of further plugins beside them; or a `load_plugins(...)`.
-
-    Raises:
-        MixleError: whatever would stop `attach`, with the way out.
-    """
-    return arbitration(model, plan, backend, plugins).table
 
 
 class _LocalOwner:
@@ -213,17 +127,21 @@ def ask_to_fill(plugins: LoadedPlugins) -> Fill:
 
 
 def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduction:
-    executors: dict[str, AxisExecutor] = {axis: claim.executor() for axis, claim in won.executors.items()}
+    made: dict[Any, AxisExecutor] = {claim.executor: claim.executor() for claim in won.executors.values()}
+    executors = list(made.values())
+
+    def held(name: str) -> bool:
+        return is_held(won.layouts.parameters[name].roles, mesh.position)
 
     def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        for executor in executors.values():
+        for executor in executors:
             tensor = executor.shard(won.layouts.parameters[name], tensor, mesh)
         return tensor
 
     filled: frozenset[str] = frozenset()
     failure: Exception | None = None
     try:
-        filled = place_parameters(model, won.layouts, seed, mesh.device, shard, ask_to_fill(won.plugins))
+        filled = place_parameters(model, won.layouts, seed, mesh.device, shard, ask_to_fill(won.plugins), held)
     except Exception as error:
         failure = error
     raise_everywhere(mesh, failure)
@@ -231,20 +149,28 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
     module = model
     owners: dict[str, Owner] = {}
     try:
-        for executor in executors.values():
+        for executor in executors:
             executor.apply(model, won.layouts, mesh)
-        mark_cut(model, tuple(executors))
+        mark_cut(model, tuple(won.executors))
         if mesh.plan.activation_checkpointing:
-            recompute_units(model, won.layouts)
+            recompute_units(model, won.layouts, mesh)
         for name, (claim, rows) in sorted(won.winners.items(), key=lambda item: (item[0] == LOCAL_OWNER, item[0])):
             owners[name] = _LocalOwner(won.layouts.transparent) if name == LOCAL_OWNER else claim.owner()
-            module = owners[name].install(module, rows, mesh)
+            module = owners[name].install(module, tuple(row for row in rows if held(row.name)), mesh)
     except Exception as error:
         failure = error
     raise_everywhere(mesh, failure)
     data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
-    return Reduction(model, module, won, mesh, owners, seed)
+    return Reduction(model, module, won, mesh, owners, seed, _only_schedule(executors))
+
+
+def _only_schedule(executors: Sequence[AxisExecutor]) -> Any:
+    """The `run` of the executor that has one."""
+    schedules = [executor.run for executor in executors if hasattr(executor, "run")]
+    if len(schedules) > 1:
+        raise CapabilityError("two executors bring a schedule of microbatches; way out: execute all axes with plugins of one backend")
+    return schedules[0] if schedules else None
 
 
 def _bad_number(max_norm: float | None, loss_scale: float) -> UsageError | None:
@@ -273,7 +199,16 @@ class Reduction:
         mesh: this rank's place in the plan.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, won: Arbitration, mesh: Mesh, owners: Mapping[str, Owner], seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        won: Arbitration,
+        mesh: Mesh,
+        owners: Mapping[str, Owner],
+        seed: int,
+        schedule: Callable[..., None] | None = None,
+    ) -> None:
         self.model = model
         self.module = module
         self.table = won.table
@@ -282,11 +217,13 @@ class Reduction:
         self.mesh = mesh
         self.update = 0
         self._owners = owners
-        self._ledger = Ledger({row.name: row.owner for row in won.table.rows})
+        self._schedule = schedule
+        rows = [row for row in won.table.rows if row.held_by(mesh.plan, mesh.rank)]
+        self._ledger = Ledger({row.name: row.owner for row in rows})
         self._probe = Probe(won.table, mesh, seed) if any(row.model_replica_axes for row in won.table.rows) else None
         self._bound = logical_parameters(model, won.layouts.transparent)
-        self._trainable = {row.name for row in won.table.rows}
-        self._owned = {owner: {row.name for row in won.table.rows if row.owner == owner} for owner in owners}
+        self._trainable = {row.name for row in rows}
+        self._owned = {owner: {row.name for row in rows if row.owner == owner} for owner in owners}
         self._stopped: Exception | None = None
         self._traffic = {name: Traffic() for name in owners}
         self._fresh, self._finished = True, False
@@ -314,6 +251,73 @@ class Reduction:
         for owner in self._owners.values():
             stack.enter_context(owner.no_sync())
         return stack
+
+    def run(self, microbatches: Sequence[Any], loss: Loss, *, loss_scale: float = 1.0, last: bool = True) -> tuple[torch.Tensor, int]:
+        """Forward and backward of a batch's microbatches, each in its turn, or as the schedule of a pipeline has them.
+
+        Without gradients (under `torch.no_grad()`), forwards only.
+
+        Args:
+            loss: `(module, microbatch) -> (summed loss, number of loss tokens)`.
+            loss_scale: what the losses are multiplied with before backward.
+            last: whether the update ends with this batch.
+
+        Returns:
+            The summed loss (a float64 scalar, unscaled) and the number of loss tokens of this data rank.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        counts: list[int] = []
+
+        def forward(module: nn.Module, microbatch: Any) -> torch.Tensor:
+            value, count = checked_loss(loss(module, microbatch))
+            if torch.is_grad_enabled() and (value.dim() or not value.requires_grad):
+                raise UsageError(
+                    f"loss returned a tensor of shape {list(value.shape)}: expected a summed scalar with a gradient, and a token count"
+                )
+            counts.append(count)
+            total.add_(value.detach().double())  # stays on the device: reading it would wait for every microbatch
+            return value * loss_scale
+
+        if self._schedule is not None:
+            with self.no_sync():  # a schedule ends with all its backwards; what is to be reduced is reduced at the end
+                self._schedule(self.module, microbatches, forward)
+            return self._from_the_stage_with_the_loss(total, sum(counts))
+        for index, microbatch in enumerate(microbatches):
+            with ExitStack() as stack:
+                if not (last and index == len(microbatches) - 1):
+                    stack.enter_context(self.no_sync())
+                value = forward(self.module, microbatch)
+                if torch.is_grad_enabled():
+                    value.backward()
+        return total, sum(counts)
+
+    def _from_the_stage_with_the_loss(self, total: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int]:
+        group = self.mesh.group(("pp",), CONTROL)
+        if group is None:
+            return total, tokens
+        numbers = torch.stack([total, total.new_tensor(float(tokens))])
+        torch.distributed.all_reduce(numbers, group=group)  # the other stages have zeros
+        return numbers[0], round(float(numbers[1]))
+
+    def build_optimizer(self, factory: Factory, names: Iterable[str] | None = None) -> torch.optim.Optimizer | None:
+        """An optimizer over the trainable parameters that this rank holds, stepped as their owner needs it.
+
+        Args:
+            factory: `parameters -> Optimizer`.
+            names: logical names; None for all.
+
+        Returns:
+            None when this rank holds none of them.
+
+        Raises:
+            CapabilityError: an owner that steps its parameters itself has only some of them.
+        """
+        wanted = [name for name in self._bound if name in self._trainable and (names is None or name in set(names))]
+        for owner, mine in self._owned.items():
+            build = getattr(self._owners[owner], "build_optimizer", None)
+            if build is not None and mine & set(wanted):
+                return build(factory, wanted)  # type: ignore[no-any-return]
+        return factory([self._bound[name] for name in wanted]) if wanted else None
 
     def finish(
         self,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -17,13 +16,11 @@ from torch import nn
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.receipts import StepReceipt
+from mixle_core.runtime.contracts import Loss, checked_loss
 from mixle_core.runtime.groups import raise_everywhere
 from mixle_core.runtime.models import Plugins
 from mixle_core.runtime.optimizers import OptimizerSpec, Schedule, build_optimizers
 from mixle_core.runtime.reduction import Reduction, attach
-
-Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
-"""Takes the module to call and one microbatch; returns the summed loss (a scalar) and the number of loss tokens."""
 
 
 def prepare(
@@ -78,12 +75,11 @@ class Session:
         _check_max_norm(max_grad_norm)
         self.reduction = reduction
         self.plan = reduction.mesh.plan
-        trainable = {name: parameter for name, parameter in reduction.named_parameters() if parameter.requires_grad}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
         failure: Exception | None = None
         try:
-            self.optimizers = build_optimizers(optimizer, trainable)
+            self.optimizers = build_optimizers(optimizer, reduction.table, reduction.build_optimizer)
             self.schedulers = [schedule(built) for built in self.optimizers.values()] if schedule else []
         except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
             failure = error
@@ -134,19 +130,7 @@ class Session:
 
     def _train(self, pieces: list[Any], rows: int) -> StepReceipt:
         last_batch = self._batches + 1 == self.plan.gradient_accumulation_steps
-        tokens, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=self.reduction.mesh.device)
-        for index, piece in enumerate(pieces):
-            with ExitStack() as stack:
-                if not (last_batch and index == len(pieces) - 1):
-                    stack.enter_context(self.reduction.no_sync())
-                loss, count = _loss_and_count(self._loss(self.module, piece))
-                if loss.dim() != 0 or not loss.requires_grad:
-                    raise UsageError(
-                        f"loss returned a tensor of shape {list(loss.shape)}: expected a summed scalar with a gradient, and a token count"
-                    )
-                (loss * self._loss_scale).backward()
-            tokens += count
-            loss_sum += loss.detach().double()  # stays on the device: reading it would wait for every microbatch
+        loss_sum, tokens = self.reduction.run(pieces, self._loss, loss_scale=self._loss_scale, last=last_batch)
         self._batches += 1
         self._tokens += tokens
         self._examples += rows
@@ -258,7 +242,7 @@ class Session:
         loss_sum, tokens = 0.0, 0
         with self.evaluating() as module:
             for batch in batches:
-                value, count = _loss_and_count(measure(module, self._to_device(batch)))
+                value, count = checked_loss(measure(module, self._to_device(batch)))
                 loss_sum += float(value)
                 tokens += count
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)
@@ -292,19 +276,6 @@ class Session:
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers and words among `values`: what reads the same on every rank."""
     return {key: value for key, value in sorted(values.items()) if isinstance(value, (int, float, str, tuple, type(None)))}
-
-
-def _loss_and_count(result: Any) -> tuple[torch.Tensor, int]:
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
-        raise UsageError(f"loss returned a {type(result).__name__}; expected (summed loss, number of loss tokens)")
-    loss, given = result
-    try:
-        count = operator.index(given)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise UsageError(f"loss returned {given!r} as the number of loss tokens; expected a whole number of at least 0")
-    return loss, count
 
 
 def _check_max_norm(value: float | None) -> None:

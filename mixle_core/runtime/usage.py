@@ -16,10 +16,15 @@ class Usage:
 
     Overlapping is right only when every backward uses every parameter on every rank. The first update finds out (unless
     the plan says it), with one small collective; afterwards only a model whose use varies pays for asking at each update.
+
+    Args:
+        names: equal on every rank.
+        elsewhere: those that other ranks alone hold.
     """
 
-    def __init__(self, names: Iterable[str], plan: ParallelPlan) -> None:
+    def __init__(self, names: Iterable[str], plan: ParallelPlan, *, elsewhere: Iterable[str] = ()) -> None:
         self._names = tuple(names)
+        self._elsewhere = frozenset(elsewhere)
         self.varies: bool | None = plan.unused_parameters
         self._seen: set[str] = set()
         self._window: set[str] = set()
@@ -35,7 +40,7 @@ class Usage:
             self._fold()
 
     def _fold(self) -> None:
-        self._always &= self._seen
+        self._always &= self._seen | self._elsewhere
         self._window |= self._seen
         self._seen = set()
 
@@ -54,7 +59,7 @@ class Usage:
         window, always = self._window, self._always
         self._window, self._always = set(), set(self._names)
         if self.varies is False:
-            return frozenset(), frozenset(set(self._names) - window)
+            return frozenset(), frozenset(set(self._names) - window - self._elsewhere)
         flags = [name in window for name in self._names] + [name not in always for name in self._names]
         found = torch.tensor(flags, dtype=torch.uint8)
         if flags:

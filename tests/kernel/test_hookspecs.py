@@ -14,8 +14,8 @@ HOOKS = {name: value for name, value in vars(hookspecs).items() if hasattr(value
 def test_these_are_the_hooks_and_their_arguments():
     assert {name: tuple(inspect.signature(hook).parameters) for name, hook in HOOKS.items()} == {
         "declare_layout": ("model", "plan", "declared"),
-        "own_axis": ("plan", "layouts"),
-        "own_reduction": ("plan", "layouts"),
+        "own_axis": ("model", "plan", "layouts"),
+        "own_reduction": ("model", "plan", "layouts"),
         "init_params": ("model", "layouts", "seed"),
         "build_model": ("spec",),
     }

@@ -263,7 +263,7 @@ def test_another_name_than_the_function_is_refused(site):
 @pytest.mark.parametrize(("signature", "argument"), [("plan, world", "world"), ("*plans", "plans"), ("plan, **rest", "rest")])
 def test_an_unknown_argument_is_refused_with_the_known_ones(site, signature, argument):
     text = contract(f"@hookimpl\ndef own_axis({signature}): ...", site)
-    assert f"hook 'own_axis' takes '{argument}'; it may take plan, layouts" in text
+    assert f"hook 'own_axis' takes '{argument}'; it may take model, plan, layouts" in text
 
 
 def test_all_faults_of_a_plugin_are_told_at_once(site):
@@ -279,7 +279,7 @@ def own_reduction(plan, layouts=None, world=1): ...
         "  hook 'own_axs' does not exist; the nearest is 'own_axis'\n"
         "  hook 'own_reduction' uses tryfirst; hooks have no order and no wrappers\n"
         "  hook 'own_reduction' gives 'layouts' a default; take it without one\n"
-        "  hook 'own_reduction' takes 'world'; it may take plan, layouts\n"
+        "  hook 'own_reduction' takes 'world'; it may take model, plan, layouts\n"
         "way out: correct the plugin, or leave it out of MIXLE_PLUGINS"
     )
 
@@ -299,4 +299,4 @@ def test_the_contract_holds_for_objects_passed_in_code(site):
 
 def test_functions_without_the_mark_are_the_plugins_own(site):
     site.install("alpha", "def own_axis(plan, anything=1): ...\ndef helper(): ...")
-    assert load_plugins().ask("own_axis", plan=None, layouts=None) == []
+    assert load_plugins().ask("own_axis", model=None, plan=None, layouts=None) == []

@@ -10,11 +10,18 @@ BACKEND = "torch_native"
 
 
 @hookimpl
-def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | None:
+def own_axis(plan: ParallelPlan, layouts: Layouts) -> AxisClaim | Refusal | None:
     """Claim tp: any layout that declares roles and boundaries can be executed."""
     from mixle_dtensor_tp.axis import TensorParallel
 
-    return AxisClaim(axis="tp", executor=TensorParallel, backend=BACKEND) if plan.tp > 1 else None
+    if plan.tp == 1:
+        return None
+    if not layouts.modules.get("tp") and any(isinstance_shard(layouts, name) for name in layouts.parameters):
+        return Refusal(
+            "the layout cuts parameters over tp and declares no boundary, so the model's own backend has to execute it",
+            "name that backend, or declare how activations lie in `ModuleLayout.inputs` and `output`",
+        )
+    return AxisClaim(axis="tp", executor=TensorParallel, backend=BACKEND)
 
 
 @hookimpl
