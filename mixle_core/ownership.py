@@ -364,7 +364,7 @@ def arbitrate(
             winners = exactly_one(
                 [name for name in names if name in final or name in needing],
                 [
-                    Bid(shown.get(who, who), claim.parameters if claim.final else claim.parameters & needing, (who, claim))
+                    Bid(shown.get(who, who), {n for n in claim.parameters if claim.final or n in needing}, (who, claim))
                     for who, claim in offered
                 ],
                 what="each trainable parameter needs exactly one owner",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -15,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -88,26 +90,51 @@ def _resolve(name: str, file: str, qualname: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _main(rank: int, world_size: int, store: str, timeout_s: float, env: Mapping[str, str], pipe: Any, function: Any, args: Any) -> None:
+@attrs.frozen
+class _Call:
+    """What the ranks of a launch are to do next; `stays` says whether they wait for another call afterwards."""
+
+    function: tuple[str, str, str]
+    args: bytes
+    env: Mapping[str, str]
+    stays: bool
+
+
+def _main(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -> None:
     import datetime
 
     import torch
     import torch.distributed as dist
 
-    os.environ.clear()
-    os.environ.update(env)
+    gc.freeze()  # what was imported stays: no collection needs to look at it again
     torch.set_num_threads(1)
-    started = time.monotonic()
-    try:
-        if world_size > 1:
-            limit = datetime.timedelta(seconds=timeout_s)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
-        outcome = Outcome(rank, value=_resolve(*function)(*args), seconds=time.monotonic() - started)
-        sent = pickle.dumps(outcome)  # not multiprocessing's way, which lends tensors from a process that is about to end
-    except BaseException as error:
-        outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
-        sent = pickle.dumps(outcome)
-    pipe.send_bytes(sent)
+    random = torch.get_rng_state()
+    while True:
+        try:
+            call: _Call = pickle.loads(pipe.recv_bytes())  # noqa: S301 - of the process that started this one
+        except EOFError:  # no further call
+            os._exit(0)
+        os.environ.clear()
+        os.environ.update(call.env)
+        torch.set_rng_state(random)  # each call finds what a new process would
+        started = time.monotonic()
+        try:
+            if world_size > 1 and not dist.is_initialized():
+                limit = datetime.timedelta(seconds=timeout_s)
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+            function = _resolve(*call.function)
+            value = function(*pickle.loads(call.args))  # noqa: S301 - as above
+            outcome = Outcome(rank, value=value, seconds=time.monotonic() - started)
+            del value
+            sent = pickle.dumps(outcome)  # not multiprocessing's way, which lends tensors from a process that is about to end
+        except BaseException as error:
+            outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), None, time.monotonic() - started)
+            sent = pickle.dumps(outcome)
+        pipe.send_bytes(sent)
+        if outcome.error is not None or not call.stays:
+            break
+        del outcome, sent
+        gc.collect()  # models of this call and their hooks, while the other ranks end theirs
     pipe.poll(_GRACE_S)  # ready when the other side closes: all ranks are done
     os._exit(0 if outcome.error is None else 1)  # gloo threads of a failed rank would hold an orderly exit up
 
@@ -120,6 +147,7 @@ def run_ranks(
     group_timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     check: bool = True,
+    reuse: bool = False,
 ) -> list[Outcome]:
     """Call `function(*args)` on `world_size` gloo ranks and return their outcomes, by rank.
 
@@ -129,19 +157,12 @@ def run_ranks(
         group_timeout_s: of the default process group's collectives.
         env: further environment variables of the ranks, beside those of the caller.
         check: raise AssertionError with the first failing rank's traceback.
+        reuse: let the ranks of the last such run do it, in the default process group and with the caches that they have, and
+            leave them for the next one; for functions that change nothing else in their process. Ranks of a run that fails end.
     """
-    context = _fork_server()
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/store"
-        ranks = []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe()
-            call = (rank, world_size, store, group_timeout_s, {**os.environ, **(env or {})}, sender, _reference(function), args)
-            process = context.Process(target=_main, args=call, daemon=True)
-            process.start()
-            sender.close()
-            ranks.append((process, receiver))
-        outcomes = _collect(ranks, time.monotonic() + timeout_s)
+    call = _Call(_reference(function), pickle.dumps(args), {**os.environ, **(env or {})}, reuse)
+    launch = _Launch.kept.pop((world_size, group_timeout_s), None) if reuse else None
+    outcomes = (launch or _Launch(world_size, group_timeout_s)).call(call, timeout_s)
     if check:
         failed = [o for o in outcomes if o.error is not None or o.exitcode != 0]
         if failed:
@@ -152,25 +173,59 @@ def run_ranks(
     return outcomes
 
 
-def _collect(ranks: list[tuple[Any, Any]], deadline: float) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    waiting: dict[Any, int] = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
-    while waiting and time.monotonic() < deadline:
-        for found in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
-            receiver: Any = found
-            rank = waiting.pop(receiver)
-            try:
-                outcomes[rank] = pickle.loads(receiver.recv_bytes())  # noqa: S301 - of a process started here
-            except EOFError:  # the process died without a word
-                outcomes[rank] = Outcome(rank)
-    for _, receiver in ranks:
-        receiver.close()
-    for rank, (process, _) in enumerate(ranks):
-        process.join(timeout=5.0 if rank in outcomes else 0.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            outcomes.setdefault(rank, Outcome(rank, error="Timeout", message="still running at the end of the time allowed"))
-        else:
-            outcomes[rank] = attrs.evolve(outcomes.get(rank, Outcome(rank)), exitcode=process.exitcode)
-    return [outcomes[rank] for rank in range(len(ranks))]
+class _Launch:
+    """Ranks that were started together, each with its end of a pipe."""
+
+    kept: ClassVar[dict[tuple[int, float], _Launch]] = {}
+    """Those that wait for another call, by number of ranks and time limit of their group."""
+
+    def __init__(self, world_size: int, group_timeout_s: float) -> None:
+        context = _fork_server()
+        self._key = world_size, group_timeout_s
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks: list[tuple[Any, Any]] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            call = (rank, world_size, f"{self._folder.name}/store", group_timeout_s, theirs)
+            process = context.Process(target=_main, args=call, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def call(self, call: _Call, timeout_s: float) -> list[Outcome]:
+        """Outcomes by rank; afterwards the ranks have ended or are kept."""
+        deadline = time.monotonic() + timeout_s
+        sent = pickle.dumps(call)
+        for _, pipe in self._ranks:
+            with contextlib.suppress(OSError):  # a rank that ended meanwhile has no outcome
+                pipe.send_bytes(sent)
+        outcomes: dict[int, Outcome] = {}
+        heard: set[int] = set()
+        waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting and time.monotonic() < deadline:
+            for found in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                receiver: Any = found
+                rank = waiting.pop(receiver)
+                try:
+                    outcomes[rank] = pickle.loads(receiver.recv_bytes())  # noqa: S301 - of a process started here
+                    heard.add(rank)
+                except (EOFError, ConnectionError):  # the process died without a word
+                    outcomes[rank] = Outcome(rank)
+        if call.stays and len(heard) == len(self._ranks) and all(outcome.error is None for outcome in outcomes.values()):
+            self.kept[self._key] = self
+            return [attrs.evolve(outcomes[rank], exitcode=0) for rank in range(len(self._ranks))]
+        return self._end(outcomes)
+
+    def _end(self, outcomes: dict[int, Outcome]) -> list[Outcome]:
+        for _, pipe in self._ranks:
+            pipe.close()
+        for rank, (process, _) in enumerate(self._ranks):
+            process.join(timeout=5.0 if rank in outcomes else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+                outcomes.setdefault(rank, Outcome(rank, error="Timeout", message="still running at the end of the time allowed"))
+            else:
+                outcomes[rank] = attrs.evolve(outcomes.get(rank, Outcome(rank)), exitcode=process.exitcode)
+        self._folder.cleanup()
+        return [outcomes[rank] for rank in range(len(self._ranks))]

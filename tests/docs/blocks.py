@@ -248,12 +248,15 @@ def has_installed(blocks: list[Block], line: int) -> bool:
     )
 
 
-def run_command(directory: Path, command: str, *, installed: bool) -> subprocess.CompletedProcess[str]:
-    """Run a console command in the page's directory; what it writes to stderr follows what it writes to stdout."""
+def run_command(directory: Path, command: str, python: Path, *, installed: bool) -> subprocess.CompletedProcess[str]:
+    """Run a console command in the page's directory; what it writes to stderr follows what it writes to stdout.
+
+    `python` is the program that stands for the interpreter, see `ahead`.
+    """
     here = Path(sys.executable).parent
     env = {
         **os.environ,
-        "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(python.parent), str(here), os.environ["PATH"]]),
         "PYTHONPATH": f"{directory / SITE}" if installed else "",
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",  # torchrun takes a free port
@@ -262,6 +265,7 @@ def run_command(directory: Path, command: str, *, installed: bool) -> subprocess
         command = "true"  # done by `prepare`
     for script, module in (("torchrun", "torch.distributed.run"), ("pytest", "pytest")):  # an environment may share the module alone
         command = re.sub(rf"^{script} ", f"python -m {module} ", command)
+    command = re.sub(r"^((?:\w+=\S* )*)mixle ", rf"\1python {here}/mixle ", command)
     return subprocess.run(
         command, shell=True, executable="/bin/bash", cwd=directory, env=env, capture_output=True, text=True, timeout=300, check=False
     )

@@ -9,6 +9,7 @@ import pytest
 
 from mixle_core.testing import run_ranks
 
+from . import ahead
 from . import blocks as b
 
 PAGES = {page.relative_to(b.DOCS).as_posix(): b.read_blocks(page) for page in b.PAGES}
@@ -31,6 +32,13 @@ def directories(tmp_path_factory):
         return made[page]
 
     return directory
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """Starts as a fork of one interpreter for all commands."""
+    with ahead.started(tmp_path_factory.mktemp("ahead")) as program:
+        yield program
 
 
 def test_every_block_is_of_a_kind_that_is_run():
@@ -62,14 +70,14 @@ def test_python(chain, directories):
 
 
 @pytest.mark.parametrize("block", CONSOLE, ids=str)
-def test_console(block, directories):
+def test_console(block, directories, python):
     directory, installed = directories(block.page), b.has_installed(PAGES[block.page], block.line)
     printed = ""
     for command in b.commands(block):
         if not b.is_run(command):
             require_known(command)
             continue
-        done = b.run_command(directory, command, installed=installed)
+        done = b.run_command(directory, command, python, installed=installed)
         printed += done.stdout + done.stderr
         assert done.returncode == int(block.options.get("exit", "0")), f"{command}\n{done.stdout}\n{done.stderr}"
     if block.output is not None:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mixle_core as mx
 from mixle_core.runtime import Mesh, counted_traffic
-from mixle_core.runtime.initialise import place_parameters
 from mixle_core.runtime.arbitration import arbitration
+from mixle_core.runtime.initialise import place_parameters
 from mixle_core.testing import next_token_loss, run_ranks, token_batch
 
 Plan = mx.ParallelPlan

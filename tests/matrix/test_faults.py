@@ -82,7 +82,7 @@ def nonfinite_on_one_rank(plan, poison):
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("plan", PLANS, ids=describe)
 def test_a_rank_local_non_finite_gradient_changes_nothing_anywhere(plan, poison):
-    outcomes = [o.value for o in run_ranks(nonfinite_on_one_rank, plan.world_size, plan, poison)]
+    outcomes = [o.value for o in run_ranks(nonfinite_on_one_rank, plan.world_size, plan, poison, reuse=True)]
     assert all(outcome == outcomes[0] for outcome in outcomes)
     seen, num_skipped, why = outcomes[0]
     assert [skipped for skipped, _, _ in seen] == [True, False, True, False]

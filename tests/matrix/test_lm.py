@@ -63,10 +63,8 @@ def fitted(plan, options):
 
 @pytest.fixture(scope="module")
 def reference():
-    return {
-        accumulation: run_ranks(fitted, 1, {}, {"gradient_accumulation_steps": accumulation, "microbatches": 1}, timeout_s=120)[0].value
-        for accumulation in (1, 4)
-    }
+    options = {steps: {"gradient_accumulation_steps": steps, "microbatches": 1} for steps in (1, 4)}
+    return {steps: run_ranks(fitted, 1, {}, passed, timeout_s=120, reuse=True)[0].value for steps, passed in options.items()}
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -76,7 +74,7 @@ def test_a_distributed_fit_is_that_of_one_process_on_the_same_rows(reference, na
     plan = mx.ParallelPlan(**PLANS[name])
     options = {"gradient_accumulation_steps": accumulation, "microbatches": 1 if plan.data_size > 2 else 2}
     (wanted_apart, wanted, wanted_score, wanted_text, state), wanted_parameters = reference[accumulation]
-    for outcome in run_ranks(fitted, plan.world_size, PLANS[name], options, timeout_s=120):
+    for outcome in run_ranks(fitted, plan.world_size, PLANS[name], options, timeout_s=120, reuse=True):
         (apart, receipts, score, text, where), parameters = outcome.value
         assert apart is wanted_apart is True
         assert where == state
@@ -93,7 +91,7 @@ def test_a_distributed_fit_is_that_of_one_process_on_the_same_rows(reference, na
 
 
 def test_local_numbers_of_the_receipts_add_up_to_the_global_ones():
-    values = [o.value[0][1] for o in run_ranks(fitted, 4, PLANS["ddp2xtp2"], {"gradient_accumulation_steps": 4}, timeout_s=120)]
+    values = [o.value[0][1] for o in run_ranks(fitted, 4, PLANS["ddp2xtp2"], {"gradient_accumulation_steps": 4}, timeout_s=120, reuse=True)]
     for together in zip(*values, strict=True):
         assert sum(receipt["num_update_local_tokens"] for receipt in together) == 2 * together[0]["num_tokens"]
         assert sum(receipt["num_update_local_examples"] for receipt in together) == 2 * together[0]["num_examples"]
@@ -180,21 +178,32 @@ except mx.CapabilityError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "launch"),
-    [
-        (["-W", "ignore", "train.py", "--steps", "3"], "train.py --steps 3"),
-        (["-u", "-m", "my.train", "a b"], "-m my.train 'a b'"),
-        (["-m", "my", "--x"], "-m my --x"),
-        (["-c", SCRIPT], "SCRIPT.py"),
-    ],
-    ids=["script", "module", "package", "command"],
-)
-def test_where_no_ranks_were_launched_the_error_is_the_command_that_launches_them(tmp_path, command, launch):
-    (tmp_path / "my").mkdir()
+COMMANDS = {
+    "script": (["-W", "ignore", "train.py", "--steps", "3"], "train.py --steps 3"),
+    "module": (["-u", "-m", "my.train", "a b"], "-m my.train 'a b'"),
+    "package": (["-m", "my", "--x"], "-m my --x"),
+    "command": (["-c", SCRIPT], "SCRIPT.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """All commands at once: each is an interpreter that imports everything on one core."""
+    folder = tmp_path_factory.mktemp("started")
+    (folder / "my").mkdir()
     for name in ("train.py", "my/__init__.py", "my/train.py", "my/__main__.py"):
-        (tmp_path / name).write_text("" if name.endswith("__init__.py") else SCRIPT)
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+        (folder / name).write_text("" if name.endswith("__init__.py") else SCRIPT)
+    popen = partial(subprocess.Popen, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = {name: popen([sys.executable, *command]) for name, (command, _) in COMMANDS.items()}
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_where_no_ranks_were_launched_the_error_is_the_command_that_launches_them(started, name):
+    stdout, stderr = started[name].communicate(timeout=120)
+    assert started[name].returncode == 0, stderr
     wanted = "world size is 1 (this process alone), the plan needs 2 (dp_shard=2); launch with: torchrun --nproc-per-node 2"
-    assert done.stdout == f"{wanted} {launch}\n"
+    assert stdout == f"{wanted} {COMMANDS[name][1]}\n"

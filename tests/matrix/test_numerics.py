@@ -31,12 +31,17 @@ PLANS = {
 TOY = {"toy": ToyLayout()}
 
 
+@functools.cache
+def plugins() -> Any:
+    """As a user's command line finds them, once in each process."""
+    return mx.load_plugins(required=["qwen3"])
+
+
 def qwen3(spec: str) -> Callable[[], nn.Module]:
-    """The plugin's builder, as a user's command line finds it."""
+    """The plugin's builder."""
 
     def build() -> nn.Module:
-        plugins = mx.load_plugins(required=["qwen3"])
-        model: nn.Module = plugins.ask_one("qwen3", "build_model", spec=spec)
+        model: nn.Module = plugins().ask_one("qwen3", "build_model", spec=spec)
         return model
 
     return build
@@ -107,7 +112,7 @@ NAMES = list(PLANS)
 
 def check(name, model, tolerance=FP32, *, batch="even", freeze=False, plan=None, **options):
     plan = plan or PLANS[name]
-    outcomes = run_ranks(run_cell, plan.world_size, plan, model, batch, freeze, options)
+    outcomes = run_ranks(run_cell, plan.world_size, plan, model, batch, freeze, options, reuse=True)
     report = outcomes[0].value
     assert report.passed(tolerance), report
     return report

@@ -109,7 +109,7 @@ def verify_on_rank(plan: mx.ParallelPlan, variant: str) -> VerifyReport:
 
 def report(plan_name: str, variant: str, **changes: Any) -> VerifyReport:
     plan = attrs.evolve(PLANS[plan_name], gradient_accumulation_steps=2, **changes)
-    found: VerifyReport = run_ranks(verify_on_rank, plan.world_size, plan, variant, timeout_s=90)[0].value
+    found: VerifyReport = run_ranks(verify_on_rank, plan.world_size, plan, variant, timeout_s=90, reuse=True)[0].value
     return found
 
 
@@ -159,7 +159,7 @@ def evaluate_on_rank(plan: mx.ParallelPlan) -> dict[str, float]:
 
 @pytest.mark.parametrize("plan_name", list(PLANS))
 def test_evaluation_between_updates_equals_one_process_and_leaves_training_alone(plan_name):
-    for outcome in run_ranks(evaluate_on_rank, PLANS[plan_name].world_size, PLANS[plan_name], timeout_s=60):
+    for outcome in run_ranks(evaluate_on_rank, PLANS[plan_name].world_size, PLANS[plan_name], timeout_s=60, reuse=True):
         mean = outcome.value
         assert mean["logits"] <= 1e-5
         assert mean["before"] == pytest.approx(mean["reference"], rel=1e-6) == mean["trained"]
@@ -179,6 +179,6 @@ def generate_on_rank(use_cache: bool) -> tuple[list[list[int]], list[list[int]]]
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_greedy_generation_under_tp_writes_what_one_process_writes(use_cache):
-    for outcome in run_ranks(generate_on_rank, 2, use_cache, timeout_s=60):
+    for outcome in run_ranks(generate_on_rank, 2, use_cache, timeout_s=60, reuse=True):
         ours, wanted = outcome.value
         assert ours == wanted and len(ours[0]) == 10

@@ -11,9 +11,8 @@ import attrs
 import pytest
 
 from mixle_core import Claim, ModelLayout, ParallelPlan, Replica, Shard
-from mixle_core.runtime.agreement import agreement_document, digest, first_difference
 from mixle_core.ownership import arbitrate, canonical_json
-
+from mixle_core.runtime.agreement import agreement_document, digest, first_difference
 from tests.kernel.fakes import Model, Parameter, declare, roles
 
 PLAN = ParallelPlan(dp_replicate=2, tp=2)
