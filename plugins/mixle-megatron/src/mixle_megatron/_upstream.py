@@ -151,8 +151,7 @@ class _NoStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *args: object) -> bool:
-        return False
+    def __exit__(self, *args: object) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: _NoStream()
@@ -193,7 +192,7 @@ def use_cpu() -> None:
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.Event = _NoStream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *args: _NoStream()  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: _NoStream()  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: _NoStream()  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args: None
     megatron_random.CudaRNGStatesTracker.fork = _fork
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -202,7 +201,7 @@ def use_cpu() -> None:
     dist.all_gather = _of_uneven_sizes(dist.all_gather)
     dist.reduce_scatter = _into_uneven_sizes(dist.reduce_scatter)
     mode = _ToCpu()
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]
     _redirected.append(mode)
     log.warning("megatron_on_cpu", device="cpu", redirected="CUDA device arguments, streams, events and random states; for tests")
 
@@ -217,7 +216,7 @@ def redirect_recomputation(layer: nn.Module) -> None:
         with _ToCpu():
             return inner(*args, **kwargs)
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
 
 
 def _with_split_lists(original: Callable[..., Any]) -> Callable[..., Any]:

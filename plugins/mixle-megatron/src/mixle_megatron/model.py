@@ -174,7 +174,7 @@ def build_part(config: Any, provider: Provider, groups: Any, *, first: bool, las
     """
     with torch.device("meta"), recorded_initialisers(config):
         try:
-            part = provider(config=config, pre_process=first, post_process=last, pg_collection=groups)
+            part: Any = provider(config=config, pre_process=first, post_process=last, pg_collection=groups)
         except (AssertionError, ValueError, NotImplementedError) as error:
             sizes = {
                 "tp": config.tensor_model_parallel_size,
@@ -184,6 +184,7 @@ def build_part(config: Any, provider: Provider, groups: Any, *, first: bool, las
             }
             plan = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
             raise CapabilityError(f"Megatron-Core refuses to build this model under {plan}: {error}") from error
+    module: Any
     for module in part.modules():
         module.mixle_inits = {
             name: parameter.mixle_init for name, parameter in module.named_parameters(recurse=False) if hasattr(parameter, "mixle_init")
@@ -212,7 +213,7 @@ def _with_global_names(part: Any) -> None:
     for module in list(part.modules()):
         if isinstance(module, TransformerBlock):
             module.layers = NumberedModules({layer.layer_number - 1: layer for layer in module.layers})
-        experts = getattr(module, "experts", None)
+        experts: Any = getattr(module, "experts", None)
         if isinstance(module, MoELayer) and isinstance(getattr(experts, "local_experts", None), nn.ModuleList):
             experts.local_experts = NumberedModules(dict(zip(module.local_expert_indices, experts.local_experts, strict=True)))
     tied = getattr(part, "share_embeddings_and_output_weights", False)

@@ -41,7 +41,7 @@ class MegatronOwner:
         self._mesh = mesh
         self._rows = {row.name: row for row in rows}
         bound = logical_parameters(shell, self._layouts.transparent)
-        self._parameters = {name: bound[name] for name in self._rows}
+        self._parameters: dict[str, Any] = {name: bound[name] for name in self._rows}  # with what Megatron notes on parameters
         self._groups = mesh_groups(mesh, "megatron")
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=self._sharded, check_for_nan_in_grad=False
@@ -121,7 +121,7 @@ class MegatronOwner:
         finalize_model_grads([self._ddp], None, pg_collection=self._groups)
 
     def _final(self, name: str) -> torch.Tensor:
-        gradient: torch.Tensor = self._parameters[name].main_grad  # type: ignore[assignment]
+        gradient: torch.Tensor = self._parameters[name].main_grad
         part = self._slices[name]
         return gradient if part is None else gradient.reshape(-1)[part]
 
@@ -136,9 +136,9 @@ class MegatronOwner:
         self._unused = unused
         present = [name for name in self._rows if name not in unused]
         local = {name: self._parameters[name].main_grad for name in present if self._rows[name].model_replica_axes}
-        observe(local)  # type: ignore[arg-type]
+        observe(local)
         left_out = [self._parameters[name].main_grad for name in self._left_out]
-        reduce_coalesced(left_out, self._mesh.group(("tp",), "megatron"))  # type: ignore[arg-type]
+        reduce_coalesced(left_out, self._mesh.group(("tp",), "megatron"))
         self._finalise()
         counts = {name: self._syncs.get(self._ddp.param_to_bucket_group[self._parameters[name]], 0) for name in present}
         for name in missing:
