@@ -38,18 +38,18 @@ from mixle_core.plugins import InstalledPlugin, LoadedPlugins, installed_plugins
 from mixle_core.receipts import Gradient, OwnerReceipt, OwnerReduction, StepReceipt
 
 if TYPE_CHECKING:
-    from mixle_core.runtime import Reduction, Session, attach, explain, prepare
+    from mixle_core.runtime import Reduction, Session, attach, explain, get_training_backend, prepare
 
 __version__ = "0.1.0"
 
-_RUNTIME = ("Reduction", "Session", "attach", "explain", "prepare")
+_RUNTIME = ("Reduction", "Session", "attach", "explain", "get_training_backend", "prepare")
 
 __all__ = [
     "AgreementError", "AxisClaim", "Bid", "Boundary", "CapabilityError", "Claim", "DeclarationError", "Gradient", "InstalledPlugin",
     "LayoutError", "Layouts", "LedgerError", "LoadedPlugins", "MixleError", "ModelLayout", "ModuleLayout", "OwnerReceipt",
     "OwnerReduction", "OwnershipError", "OwnershipTable", "ParallelPlan", "ParameterLayout", "PlanError", "PluginError", "Reduction",
     "Refusal", "Replica", "Role", "Row", "Session", "Shard", "StepReceipt", "Term", "UsageError", "attach", "exactly_one", "explain",
-    "hookimpl", "installed_plugins", "load_plugins", "prepare",
+    "get_training_backend", "hookimpl", "installed_plugins", "load_plugins", "prepare",
 ]  # fmt: skip
 
 

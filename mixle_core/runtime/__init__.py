@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mixle_core.runtime.arbitration import explain
+from mixle_core.runtime.backends import TrainingBackend, get_training_backend
 from mixle_core.runtime.contracts import AxisExecutor, Loss, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, reduce_coalesced
 from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, launch_command, reduce_scatter, solo_group
@@ -21,6 +22,7 @@ __all__ = [
     "Reduced",
     "Reduction",
     "Session",
+    "TrainingBackend",
     "Traffic",
     "Usage",
     "attach",
@@ -29,6 +31,7 @@ __all__ = [
     "derive_seed",
     "explain",
     "forward_names",
+    "get_training_backend",
     "launch_command",
     "logical_parameters",
     "model_builder",

@@ -21,7 +21,7 @@ KERNEL = sorted(CORE.glob("*.py"))
 SUBPACKAGES = sorted(directory.name for directory in CORE.iterdir() if (directory / "__init__.py").exists())
 PLUGINS = sorted((ROOT / "plugins").glob("mixle-*"))
 DISTRIBUTIONS = [ROOT, *PLUGINS]
-GROUPS = ("mixle", "mixle.commands")
+GROUPS = ("mixle", "mixle.commands", "mixle.backends")
 """Entry points of hooks, and of commands."""
 SOURCES = sorted([*CORE.rglob("*.py"), *(ROOT / "plugins").rglob("*.py")])
 
