@@ -94,6 +94,9 @@ def resolve_layouts(model: Any, plan: ParallelPlan, declared: Iterable[tuple[str
         on_axis = [(plugin, layout) for plugin, layout in declared if layout.axis == axis]
         parameters = _with_roles(parameters, plan, axis, on_axis, module_names)
         modules[axis] = _boundaries(axis, on_axis, module_names)
+    both = [name for name, layout in parameters.items() if layout.expert and "tp" in layout.roles]
+    if both:
+        raise LayoutError(f"{both[0]} is declared on tp and on ep or etp, which are two views of the same ranks: experts have etp for tp")
     ordered = tuple(name for name in module_names if name in set(units))
     sequence = tuple(dict.fromkeys(logical_name(raw, transparent) for raw, _ in model.named_parameters(remove_duplicate=False)))
     return Layouts(parameters=parameters, modules=modules, units=ordered, transparent=transparent, sequence=sequence)
@@ -221,7 +224,8 @@ def _check_boundaries(bidder: str, module: ModuleLayout) -> None:
 def require_declared(layouts: Layouts, axis: str, plan: ParallelPlan) -> None:
     """Raise LayoutError, with lines to paste, when a parameter has no role on an active model axis."""
     parameters = layouts.parameters
-    missing = [name for name, layout in parameters.items() if axis not in layout.roles and layout.expert == (axis in ("ep", "etp"))]
+    asked = [name for name, layout in parameters.items() if axis == "pp" or layout.expert == (axis in ("ep", "etp"))]
+    missing = [name for name in asked if axis not in parameters[name].roles]
     if not missing:
         return
     modules: dict[str, dict[str, str]] = {}

@@ -13,8 +13,9 @@ import pluggy
 
 if TYPE_CHECKING:
     from mixle_core.layout import Layouts, ModelLayout, Role
-    from mixle_core.ownership import AxisClaim, Claim, Refusal
+    from mixle_core.ownership import AxisClaim, Claim, OwnershipTable, Refusal
     from mixle_core.plan import ParallelPlan
+    from mixle_core.runtime.state import StateEntry, StateReader
 
 PROJECT = "mixle"
 
@@ -98,6 +99,41 @@ def init_params(model: Any, layouts: Layouts, seed: int) -> frozenset[str] | Non
         Logical names that were filled, or None.
 
     Example: `model.scale.data.fill_(1.0); return frozenset(layouts.parameters)`
+    """
+
+
+@hookspec
+def save_state(model: Any, optimizers: Mapping[str, Any], ownership: OwnershipTable) -> tuple[StateEntry, ...] | None:
+    """Name what this rank holds of parameters and optimizer state that lie where only this plugin finds them.
+
+    Called when state is saved, after an update. Two plugins that name one parameter are an error.
+
+    Args:
+        model: the attached model, as it lies on this rank.
+        optimizers: pattern -> optimizer, of the session or of an own loop.
+        ownership: the table.
+
+    Returns:
+        Blocks by logical name, kind and global offset, or None.
+
+    Example: `return tuple(StateEntry(name, "parameter", row.shape, offset, tensor) for ...)`
+    """
+
+
+@hookspec
+def load_state(model: Any, optimizers: Mapping[str, Any], ownership: OwnershipTable, reader: StateReader) -> frozenset[str] | None:
+    """Fill from `reader` what `save_state` would name, under whatever plan it was saved. Called when state is loaded.
+
+    Args:
+        model: the attached model.
+        optimizers: pattern -> optimizer.
+        ownership: the table.
+        reader: gives any block of any tensor.
+
+    Returns:
+        Logical names that were filled, or None.
+
+    Example: `parameter.copy_(reader.read(name, "parameter", offset, shape)); return frozenset({name})`
     """
 
 

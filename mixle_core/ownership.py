@@ -254,13 +254,9 @@ def canonical_json(value: Any) -> str:
 
 def pending_axes(plan: ParallelPlan, layout: ParameterLayout) -> tuple[str, ...]:
     """Axes on which several ranks hold a replica of the parameter. On data axes they do, unless declared otherwise."""
-    pending = []
-    for axis in EXPERT_AXES if layout.expert else AXES:
-        role = layout.roles.get(axis)
-        replica = isinstance(role, Replica) or (role is None and axis in DATA_AXES)
-        if replica and plan.size(axis) > 1 and num_holders(role, plan.size(axis)) > 1:
-            pending.append(axis)
-    return tuple(pending)
+    roles = {axis: layout.roles.get(axis) for axis in (EXPERT_AXES if layout.expert else AXES) if plan.size(axis) > 1}
+    replicas = [axis for axis, role in roles.items() if isinstance(role, Replica) or (role is None and axis in DATA_AXES)]
+    return tuple(axis for axis in replicas if num_holders(roles[axis], plan.size(axis)) > 1)
 
 
 def make_row(plan: ParallelPlan, layout: ParameterLayout, owner: str, claim: Claim) -> Row:

@@ -11,9 +11,18 @@ from mixle_core.runtime.initialise import derive_seed, logical_parameters, named
 from mixle_core.runtime.models import forward_names, model_builder, vocabulary_size
 from mixle_core.runtime.reduction import Reduction, attach
 from mixle_core.runtime.session import Session, batch_digest, prepare
+from mixle_core.runtime.state import Block, FlatBlock, StateEntry, StateReader, blocks_of, flat_blocks, load_state, save_state
 from mixle_core.runtime.usage import Usage
 
 __all__ = [
+    "save_state",
+    "load_state",
+    "flat_blocks",
+    "blocks_of",
+    "StateReader",
+    "StateEntry",
+    "FlatBlock",
+    "Block",
     "AxisExecutor",
     "Loss",
     "Mesh",

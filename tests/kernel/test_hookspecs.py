@@ -17,6 +17,8 @@ def test_these_are_the_hooks_and_their_arguments():
         "own_axis": ("model", "plan", "layouts"),
         "own_reduction": ("model", "plan", "layouts"),
         "init_params": ("model", "layouts", "seed"),
+        "save_state": ("model", "optimizers", "ownership"),
+        "load_state": ("model", "optimizers", "ownership", "reader"),
         "build_model": ("spec",),
     }
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mixle_core import CapabilityError, ParallelPlan, UsageError
+from mixle_core.runtime import Mesh
 from mixle_megatron._upstream import (
     NumberedModules,
     groups_in_effect,
@@ -57,6 +58,8 @@ class MegatronModel(nn.Module):
         self.base_config = config
         self.groups: Any = None
         self.pipeline: Pipeline | None = None
+        self.mesh: Mesh | None = None
+        self.owned: dict[str, tuple[nn.Parameter, slice | None]] = {}
         self.module = build_whole(config, provider, ParallelPlan())
 
     @property

@@ -47,17 +47,20 @@ class SteppedByMegatron(Optimizer):
             if not megatron.step_with_ready_grads():
                 raise CapabilityError("Megatron's optimizer refused an update whose gradients are finite; this is not supported")
 
+    def stepped(self, parameter: nn.Parameter) -> tuple[dict[Any, Any], torch.Tensor] | None:
+        """The state of the optimizer inside that steps a parameter, and what it steps: the slice here, or the parameter itself."""
+        for megatron, _ in self._parts:
+            for whole, steps in _pairs(megatron):
+                if whole is parameter:
+                    return megatron.optimizer.state, steps
+        return None
+
     def _drop_unused(self, unused: set[int]) -> None:
         """Megatron gives every parameter a gradient; one of zeros would be decayed, and moved by its momentum."""
         if not unused:
             return
-        for megatron, inner in self._parts:
-            if hasattr(megatron, "shard_fp32_groups"):
-                pairs = zip(megatron.model_fp32_groups, megatron.shard_fp32_groups, strict=True)
-                stepped = [pair for whole, sliced in pairs for pair in zip(whole, sliced, strict=True)]
-            else:
-                stepped = [(parameter, parameter) for group in inner.param_groups for parameter in group["params"]]
-            for parameter, steps in stepped:
+        for megatron, _ in self._parts:
+            for parameter, steps in _pairs(megatron):
                 if id(parameter) in unused:
                     steps.grad = None
 
@@ -65,6 +68,14 @@ class SteppedByMegatron(Optimizer):
         """Of the optimizers inside."""
         for megatron, _ in self._parts:
             megatron.zero_grad(set_to_none)
+
+
+def _pairs(megatron: Any) -> list[tuple[Any, Any]]:
+    """The model's parameters, and what Megatron's optimizer steps of each: a slice where the state is sharded."""
+    if hasattr(megatron, "shard_fp32_groups"):
+        groups = zip(megatron.model_fp32_groups, megatron.shard_fp32_groups, strict=True)
+        return [pair for whole, sliced in groups for pair in zip(whole, sliced, strict=True)]
+    return [(parameter, parameter) for group in megatron.optimizer.param_groups for parameter in group["params"]]
 
 
 def _config(*, sharded: bool) -> Any:

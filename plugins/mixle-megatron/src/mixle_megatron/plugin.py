@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mixle_core import AxisClaim, Claim, Layouts, ModelLayout, ParallelPlan, Refusal, Role, hookimpl
+from mixle_core import AxisClaim, Claim, Layouts, ModelLayout, OwnershipTable, ParallelPlan, Refusal, Role, hookimpl
 
 BACKEND = "megatron"
 
@@ -84,3 +84,23 @@ def own_reduction(model: Any, plan: ParallelPlan, layouts: Layouts) -> Claim | R
         stored=("dp_shard", "edp") if plan.dp_shard > 1 else (),
         final=True,
     )
+
+
+@hookimpl
+def save_state(model: Any, optimizers: Mapping[str, Any], ownership: OwnershipTable) -> tuple[Any, ...] | None:
+    """Name the blocks of a MegatronModel's parameters and optimizer state."""
+    if not _is_ours(model) or not model.owned:
+        return None
+    from mixle_megatron.state import save
+
+    return save(model, optimizers, ownership)
+
+
+@hookimpl
+def load_state(model: Any, optimizers: Mapping[str, Any], ownership: OwnershipTable, reader: Any) -> frozenset[str] | None:
+    """Fill them, from whatever blocks were saved."""
+    if not _is_ours(model) or not model.owned:
+        return None
+    from mixle_megatron.state import load
+
+    return load(model, optimizers, ownership, reader)

@@ -53,6 +53,8 @@ class MegatronOwner:
         self._syncs = _count_syncs(self._ddp)
         self._slices = {name: self._slice(parameter) for name, parameter in self._parameters.items()}
         self._left_out = self._measure()
+        shell.mesh = mesh  # for what saves and loads state
+        shell.owned = {name: (self._parameters[name], self._slices[name]) for name in self._rows}
         # ranks of other stages hold other parameters; all ask about all of them
         elsewhere = frozenset(self._layouts.trainable) - self._rows.keys()
         self._usage = Usage(self._layouts.trainable, self._plan, elsewhere=elsewhere)
