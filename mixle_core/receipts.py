@@ -60,6 +60,7 @@ class StepReceipt:
         num_update_local_tokens: loss tokens of this rank in the update; `num_update_local_examples` its rows.
         num_tokens: loss tokens of the update over all data ranks; `num_examples` its rows.
         grad_norm: global norm before clipping.
+        learning_rate: of the first optimizer of this rank; None when this rank has nothing to train.
         clip_factor: what the gradients were multiplied with, 1.0 when the norm was below the limit.
         skipped: why the optimizer did not step, or None.
         owners: what each owner reduced, with the collectives and bytes of the whole update.
@@ -86,7 +87,7 @@ class StepReceipt:
         if not self.committed:
             return f"update {self.update}, batch waiting: loss {self.loss:.4f} over {self.num_local_tokens} tokens of this rank"
         owners = "".join(f"; {o.owner}: {o.num_collectives} collectives, {o.payload_bytes:,} bytes" for o in self.owners)
-        state = f"SKIPPED ({self.skipped})" if self.skipped else f"norm {self.grad_norm:.4f}, lr {self.learning_rate:.2e}"
+        state = f"SKIPPED ({self.skipped})" if self.skipped else f"norm {self.grad_norm:.4f}, lr {self.learning_rate or 0.0:.2e}"
         return f"update {self.update}: loss {self.loss:.4f} over {self.num_tokens} tokens, {state}{owners}"
 
     def as_dict(self) -> dict[str, Any]:

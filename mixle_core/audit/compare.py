@@ -52,7 +52,8 @@ def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]
         by_slice.setdefault(tuple(at[axis] for axis in cut), []).append(piece)  # type: ignore[arg-type]
     equal = all(torch.equal(copy, copies[0]) for copies in by_slice.values() for copy in copies[1:])
     whole = {position: copies[0] for position, copies in by_slice.items()}
-    for depth in sorted(range(len(cut)), key=lambda depth: cut[depth] not in stored):
+    # what was cut last is joined first: stored axes, then the innermost of the others
+    for depth in sorted(range(len(cut)), key=lambda depth: (cut[depth] not in stored, -depth)):
         axis = cut[depth]
         if axis not in stored:
             whole = {position: _shaped(tensor, row) for position, tensor in whole.items()}

@@ -36,8 +36,9 @@ def arbitration(model: nn.Module, plan: ParallelPlan, backend: str | Sequence[st
     refuse_foreign(model)
     layouts = with_units(model, resolve_layouts(model, plan, declared_layouts(plugins, model, plan)))
     executors, declined = _settle_axes(model, plan, layouts, plugins, backends)
-    for axis in plan.executed_axes:
-        if axis in MODEL_AXES:
+    experts = any(layout.expert for layout in layouts.parameters.values())
+    for axis in MODEL_AXES:
+        if axis in plan.executed_axes or (axis == "etp" and experts and plan.size("etp") > 1):
             require_declared(layouts, axis, plan)
     claims: list[tuple[str, Claim]] = []
     refusals: list[tuple[str, Refusal]] = []

@@ -84,5 +84,6 @@ class AxisExecutor(Protocol):
     def apply(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         """Install the boundaries that `layouts.modules` declares; parameters are already cut.
 
-        Parameters that this rank does not hold (`Replica(ranks=...)`) are empty, and are to be removed from `model`.
+        Parameters that this rank does not hold (`Replica(ranks=...)`) are empty, and are to be removed from `model`. One that is tied
+        across stages keeps its first name wherever it lies: owners find parameters by it.
         """

@@ -8,7 +8,8 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -179,8 +180,8 @@ class Mesh:
 
         Args:
             axes: of the mesh, or of its folded expert view.
-            holders: axis -> positions that are in the group; None on the others. All ranks ask for it.
-            alone: a real group also where it is this rank alone.
+            holders: axis -> positions that are in the group; the others are in none. All ranks ask for it.
+            alone: in place of None, a real group of this rank alone.
         """
         wanted = set(axes)
         active = [axis for axis in mesh_axes(wanted) if axis in wanted and self.plan.size(axis) > 1]
@@ -203,7 +204,7 @@ class Mesh:
             raise UsageError(f"device_mesh over {', '.join(axes)}: each axis needs more than one rank")
         if len(axes) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))  # type: ignore[arg-type]
-        ordered = [axis for axis in AXES if axis in axes]
+        ordered = [axis for axis in mesh_axes(axes) if axis in axes]
         ranks = torch.tensor(self.plan.group_ranks(self.rank, axes), dtype=torch.int).view([self.plan.size(axis) for axis in ordered])
         ranks = ranks.permute([ordered.index(axis) for axis in axes]).contiguous()
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))  # type: ignore[arg-type]
@@ -347,3 +348,14 @@ def raise_everywhere(mesh: Mesh, failure: Exception | None) -> None:
     found = [(rank, text) for rank, text in enumerate(texts) if text is not None]
     if found:
         raise UsageError(f"rank {found[0][0]}: {found[0][1]}")
+
+
+@contextmanager
+def together(mesh: Mesh) -> Iterator[None]:
+    """Let what fails inside on one rank fail on all of them, at its end. Collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    raise_everywhere(mesh, failure)

@@ -165,11 +165,13 @@ def place_parameters(
     filled: set[str] = set()
     for name, module in list(_holders(model, layouts.transparent)):
         parameters = {local: p for local, p in module.named_parameters(recurse=False) if id(p) not in placed}
-        fresh = {local: p for local, p in parameters.items() if p.is_meta and held(canonical[id(p)])}
+        # filled whole or not at all: what a parameter draws must not depend on which of its neighbours lie here
+        here = any(held(canonical[id(p)]) for p in parameters.values())
+        fresh = {local: p for local, p in parameters.items() if p.is_meta and here}
         buffers = {local: b for local, b in module.named_buffers(recurse=False) if b.is_meta}
         if fresh or buffers:
             _fill_module(model, module, raw_names[id(module)], name, fresh, buffers, layouts, seed, fill)
-            filled.update(canonical[id(p)] for p in fresh.values())
+            filled.update(name for p in fresh.values() if held(name := canonical[id(p)]))
         for local, old in parameters.items():
             if held(canonical[id(old)]):
                 values = shard(canonical[id(old)], module.get_parameter(local).detach()).to(device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mixle_core.errors import CapabilityError, LedgerError, UsageError
+from mixle_core.errors import CapabilityError, LedgerError, PluginError, UsageError
 from mixle_core.layout import Layouts, is_held
 from mixle_core.ledger import Ledger
 from mixle_core.ownership import LOCAL_OWNER, Bid, Row, exactly_one
@@ -22,7 +22,7 @@ from mixle_core.runtime.agreement import agreement_document
 from mixle_core.runtime.arbitration import Arbitration, arbitration
 from mixle_core.runtime.contracts import AxisExecutor, Loss, Observe, Owner, checked_loss
 from mixle_core.runtime.gradients import Reduced, local_power_sum, multiply_
-from mixle_core.runtime.groups import CONTROL, Mesh, Traffic, agree, counted_traffic, raise_everywhere, start_processes
+from mixle_core.runtime.groups import CONTROL, Mesh, Traffic, agree, counted_traffic, raise_everywhere, start_processes, together
 from mixle_core.runtime.initialise import (
     Fill,
     derive_seed,
@@ -127,8 +127,7 @@ def ask_to_fill(plugins: LoadedPlugins) -> Fill:
 
 
 def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduction:
-    made: dict[Any, AxisExecutor] = {claim.executor: claim.executor() for claim in won.executors.values()}
-    executors = list(made.values())
+    executors: list[AxisExecutor] = [factory() for factory in dict.fromkeys(claim.executor for claim in won.executors.values())]
 
     def held(name: str) -> bool:
         return is_held(won.layouts.parameters[name].roles, mesh.position)
@@ -138,28 +137,30 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
             tensor = executor.shard(won.layouts.parameters[name], tensor, mesh)
         return tensor
 
-    filled: frozenset[str] = frozenset()
-    failure: Exception | None = None
-    try:
+    with together(mesh):
         filled = place_parameters(model, won.layouts, seed, mesh.device, shard, ask_to_fill(won.plugins), held)
-    except Exception as error:
-        failure = error
-    raise_everywhere(mesh, failure)
     equalise_copies(model, won.layouts, mesh, filled)
-    module = model
-    owners: dict[str, Owner] = {}
-    try:
-        for executor in executors:
+    # each step may make groups, for which all ranks are needed: one that fails is told to the others before the next
+    for executor in executors:
+        with together(mesh):
             executor.apply(model, won.layouts, mesh)
+    with together(mesh):
+        bound = logical_parameters(model, won.layouts.transparent)
+        lost = [name for name in won.layouts.parameters if held(name) and name not in bound]
+        if lost:
+            raise PluginError(
+                f"{lost[0]} is held by this rank, and its executor left no parameter of this name in the model ({len(lost)} such); a tied "
+                "parameter keeps its first name wherever it lies"
+            )
         mark_cut(model, tuple(won.executors))
         if mesh.plan.activation_checkpointing:
             recompute_units(model, won.layouts, mesh)
-        for name, (claim, rows) in sorted(won.winners.items(), key=lambda item: (item[0] == LOCAL_OWNER, item[0])):
+    module = model
+    owners: dict[str, Owner] = {}
+    for name, (claim, rows) in sorted(won.winners.items(), key=lambda item: (item[0] == LOCAL_OWNER, item[0])):
+        with together(mesh):
             owners[name] = _LocalOwner(won.layouts.transparent) if name == LOCAL_OWNER else claim.owner()
             module = owners[name].install(module, tuple(row for row in rows if held(row.name)), mesh)
-    except Exception as error:
-        failure = error
-    raise_everywhere(mesh, failure)
     data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
     return Reduction(model, module, won, mesh, owners, seed, _only_schedule(executors))
@@ -310,13 +311,20 @@ class Reduction:
             None when this rank holds none of them.
 
         Raises:
-            CapabilityError: an owner that steps its parameters itself has only some of them.
+            CapabilityError: parameters of an owner that steps them itself, beside others.
         """
-        wanted = [name for name in self._bound if name in self._trainable and (names is None or name in set(names))]
+        chosen = self._trainable if names is None else self._trainable & set(names)
+        wanted = [name for name in self._bound if name in chosen]
         for owner, mine in self._owned.items():
             build = getattr(self._owners[owner], "build_optimizer", None)
-            if build is not None and mine & set(wanted):
-                return build(factory, wanted)  # type: ignore[no-any-return]
+            if build is None or not mine & chosen:
+                continue
+            if chosen - mine:
+                raise CapabilityError(
+                    f"{owner} steps its parameters itself, and {min(chosen - mine)} is not one of them; give each owner's parameters an "
+                    "optimizer of their own"
+                )
+            return build(factory, wanted)  # type: ignore[no-any-return]
         return factory([self._bound[name] for name in wanted]) if wanted else None
 
     def finish(
@@ -414,18 +422,18 @@ class Reduction:
         )
 
     def require_alike(self, what: str, values: Mapping[str, Any]) -> None:
-        """Compare plain values of every rank. Collective.
+        """Compare plain values of every rank, each key among the ranks that have it. Collective.
 
         Raises:
             UsageError: on every rank, naming the first key and two ranks that differ.
         """
         everyone = self.mesh.gather_objects({key: repr(value) for key, value in values.items()})
+        seen: dict[str, tuple[int, str]] = {}
         for rank, theirs in enumerate(everyone):
-            for key, value in everyone[0].items():
-                if theirs.get(key) != value:
-                    raise UsageError(
-                        f"{what}: {key} is {theirs.get(key)} on rank {rank} and {value} on rank 0; pass the same on every rank"
-                    )
+            for key, value in theirs.items():
+                first, known = seen.setdefault(key, (rank, value))
+                if value != known:
+                    raise UsageError(f"{what}: {key} is {value} on rank {rank} and {known} on rank {first}; pass the same on every rank")
 
     def require_same_rows(self, num_tokens: int, batch_digest: int) -> None:
         """Compare what ranks train on that differ only in model axes. Collective.

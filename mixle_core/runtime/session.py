@@ -16,7 +16,7 @@ from torch import nn
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.receipts import StepReceipt
-from mixle_core.runtime.contracts import Loss, checked_loss
+from mixle_core.runtime.contracts import Loss
 from mixle_core.runtime.groups import raise_everywhere
 from mixle_core.runtime.models import Plugins
 from mixle_core.runtime.optimizers import OptimizerSpec, Schedule, build_optimizers
@@ -193,7 +193,7 @@ class Session:
             batch_digest=self._digest,
         )
         self._start_window()
-        rate = next(iter(self.optimizers.values())).param_groups[0]["lr"]
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers.values()]
         if reduced.skipped is None:
             for optimizer in self.optimizers.values():
                 optimizer.step()
@@ -213,7 +213,7 @@ class Session:
             num_examples=reduced.num_examples,
             grad_norm=reduced.norm(),
             clip_factor=reduced.clip_factor,
-            learning_rate=float(rate),
+            learning_rate=float(rates[0]) if rates else None,
             skipped=reduced.skipped,
             owners=reduced.owners,
         )
@@ -240,9 +240,9 @@ class Session:
         """
         measure = loss or self._loss
         loss_sum, tokens = 0.0, 0
-        with self.evaluating() as module:
+        with self.evaluating():
             for batch in batches:
-                value, count = checked_loss(measure(module, self._to_device(batch)))
+                value, count = self.reduction.run([self._to_device(batch)], measure)
                 loss_sum += float(value)
                 tokens += count
         shared = torch.tensor([loss_sum, float(tokens)], dtype=torch.float64)

@@ -329,6 +329,44 @@ def test_a_role_on_another_axis_is_no_declaration():
         require_declared(layouts, "tp", ParallelPlan(pp=2, tp=2))
 
 
+@pytest.mark.parametrize("ranks", [(), (0, 4), (-1, 0), (2, 1), (1, 1)], ids=["none", "outside", "negative", "unordered", "doubled"])
+def test_holders_are_positions_on_the_axis_in_order(ranks):
+    plan = ParallelPlan(pp=4)
+    model = Model({"embed.weight": Parameter(8, 4)})
+    assert refusal(model, roles("pp", embed=Replica("partial", ranks=ranks)), plan=plan) == (
+        f"author declares embed.weight with shape [8, 4] as Replica(partial, ranks={list(ranks)}) on 'pp': "
+        "expected ranks from 0 to 3, in order"
+    )
+    for right in ((0, 3), (2,), (0, 1, 2, 3)):
+        declared = declare(model, plan, roles("pp", embed=Replica("partial", ranks=right)))
+        assert declared.parameters["embed.weight"].roles == {"pp": Replica("partial", ranks=right)}
+
+
+MOE = Model({"router.weight": Parameter(4, 4), "expert.weight": Parameter(8, 4)})
+MOE_PLAN = ParallelPlan(pp=2, dp_shard=2, tp=2, ep=2)
+
+
+def test_experts_are_asked_about_the_expert_axes_only_and_the_others_about_tp_only():
+    experts = declare(MOE, MOE_PLAN, roles("ep", expert=Shard(0)))
+    require_declared(experts, "ep", MOE_PLAN)
+    for axis, asked in (("tp", "router"), ("etp", "expert")):
+        with pytest.raises(LayoutError, match=f"^1 of 2 parameters are undeclared on axis '{axis}' of size 2: \"{asked}\": ModuleLayout"):
+            require_declared(experts, axis, MOE_PLAN)
+    both = declare(MOE, MOE_PLAN, roles("ep", expert=Shard(0)), roles("etp", expert=Shard(1)), roles("tp", router=Replica()))
+    for axis in ("ep", "tp", "etp"):
+        require_declared(both, axis, MOE_PLAN)
+
+
+def test_experts_are_asked_about_pp_too():
+    layouts = declare(MOE, MOE_PLAN, roles("ep", expert=Shard(0)), roles("pp", router=Replica(ranks=(0,))))
+    with pytest.raises(LayoutError, match="1 of 2 parameters are undeclared on axis 'pp'"):
+        require_declared(layouts, "pp", MOE_PLAN)
+
+
+def test_a_parameter_declared_in_both_views_is_refused():
+    assert "ep" in refusal(MOE, roles("ep", expert=Shard(0)), roles("tp", expert=Shard(1)), plan=MOE_PLAN)
+
+
 class Declares:
     """Declares `layout` once `needed` has a role, and notes what it was told."""
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixle_core import Boundary, LayoutError, Layouts, ModelLayout, ModuleLayout, ParameterLayout, Replica, Shard, Term
-from mixle_core.layout import WRAPPER_SEGMENTS, generalise, join, logical_name, matches, tied_names
+from mixle_core.layout import WRAPPER_SEGMENTS, generalise, is_held, join, logical_name, matches, num_holders, tied_names
 
 from .fakes import Model, Parameter
 
@@ -215,3 +215,30 @@ def test_trainable_names_leave_out_frozen_parameters():
 
     layouts = Layouts(parameters={"a": facts("a", True), "b": facts("b", False), "c": facts("c", True)}, modules={}, units=())
     assert layouts.trainable == ("a", "c")
+
+
+def test_the_positions_that_hold_a_replica_are_part_of_its_role():
+    assert Replica("partial", ranks=[0, 3]).ranks == (0, 3)
+    assert Replica().ranks is None
+    assert Replica("partial", ranks=(0,)) != Replica("partial") != Replica()
+    assert hash(Replica("partial", ranks=[0, 3])) == hash(Replica("partial", ranks=(0, 3)))
+
+
+def test_holders_are_those_of_its_ranks_and_all_without_any():
+    assert num_holders(Replica(ranks=(0, 3)), 4) == 2
+    assert num_holders(Replica(ranks=(2,)), 4) == 1
+    assert num_holders(Replica("partial"), 4) == num_holders(Shard(0), 4) == num_holders(None, 4) == 4
+
+
+def test_a_rank_holds_a_parameter_when_it_stands_among_the_holders_of_every_axis():
+    roles = {"pp": Replica("partial", ranks=(0, 2)), "ep": Replica(ranks=(1,)), "etp": Shard(0)}
+    held = {(pp, ep) for pp in range(3) for ep in range(2) if is_held(roles, {"pp": pp, "ep": ep, "etp": 1, "tp": 5})}
+    assert held == {(0, 1), (2, 1)}
+    assert is_held(roles, {"pp": 2})
+    assert is_held({"pp": Replica("partial"), "tp": Shard(0)}, {"pp": 1, "tp": 1})
+
+
+@pytest.mark.parametrize(("axis", "expert"), [("ep", True), ("etp", True), ("tp", False), ("pp", False)])
+def test_a_parameter_declared_on_an_expert_axis_is_an_experts(axis, expert):
+    layout = ParameterLayout("w", (4,), "torch.float32", 4, trainable=True, roles={axis: Replica(), "pp": Replica()})
+    assert layout.expert is expert

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixle_core import MixleError, ParallelPlan, PlanError
-from mixle_core.plan import AXES
+from mixle_core.plan import AXES, EXPERT_AXES, mesh_axes
 
 
 @st.composite
@@ -114,6 +114,69 @@ def test_groups_over_axes_and_over_the_other_axes_meet_in_one_rank(plan_and_axes
     plan, axes = plan_and_axes
     rank = plan.world_size - 1
     assert set(plan.group_ranks(rank, axes)) & set(plan.group_ranks(rank, set(AXES) - axes)) == {rank}
+
+
+@st.composite
+def folded_plans(draw: st.DrawFn) -> ParallelPlan:
+    """Plans with any ep and etp that their ranks allow; etp may be left to tp."""
+    plan = draw(plans())
+    domain = plan.data_size * plan.tp
+    etp = draw(st.sampled_from([None, *(size for size in range(1, domain + 1) if domain % size == 0)]))
+    left = domain // (plan.tp if etp is None else etp)
+    return attrs.evolve(plan, ep=draw(st.sampled_from([size for size in range(1, left + 1) if left % size == 0])), etp=etp)
+
+
+def test_experts_see_the_same_ranks_folded_anew():
+    plan = ParallelPlan(pp=2, dp_shard=4, tp=2, ep=2, etp=1)
+    assert plan.coordinates(13, EXPERT_AXES) == {"pp": 1, "edp": 2, "ep": 1, "etp": 0}
+    assert list(plan.coordinates(13, EXPERT_AXES)) == list(EXPERT_AXES)
+    assert plan.group_ranks(13, ["ep"]) == (12, 13)
+    assert plan.group_ranks(13, ["edp"]) == (9, 11, 13, 15)
+    assert plan.group_ranks(13, ["pp", "ep"]) == (4, 5, 12, 13)
+
+
+@given(folded_plans())
+def test_both_views_number_every_rank_once(plan):
+    for view in (AXES, EXPERT_AXES):
+        positions = [plan.coordinates(rank, view) for rank in range(plan.world_size)]
+        assert [plan.rank_of(position) for position in positions] == list(range(plan.world_size))
+        assert len({tuple(position.values()) for position in positions}) == plan.world_size
+        assert all(0 <= position[axis] < plan.size(axis) for position in positions for axis in view)
+
+
+@given(folded_plans(), st.sets(st.sampled_from(EXPERT_AXES)))
+def test_groups_of_the_expert_view_partition_the_world(plan, axes):
+    groups = [plan.group_ranks(rank, axes) for rank in range(plan.world_size)]
+    assert all(len(group) == math.prod(plan.size(axis) for axis in axes) for group in groups)
+    assert all(rank in group and list(group) == sorted(group) for rank, group in enumerate(groups))
+    assert sorted(rank for group in set(groups) for rank in group) == list(range(plan.world_size))
+
+
+@given(folded_plans())
+def test_the_stages_of_both_views_are_the_same_ranks(plan):
+    """pp is outermost in both, so neither its groups nor the ranks inside a stage depend on the view."""
+    for rank in range(plan.world_size):
+        here = plan.coordinates(rank, EXPERT_AXES)
+        elsewhere = [plan.rank_of({**here, "pp": stage}) for stage in range(plan.pp)]
+        assert plan.coordinates(rank)["pp"] == here["pp"]
+        assert plan.group_ranks(rank, ["pp"]) == tuple(elsewhere)
+        assert plan.group_ranks(rank, ["edp", "ep", "etp"]) == plan.group_ranks(rank, ["dp_replicate", "dp_shard", "cp", "tp"])
+
+
+@given(plans(), st.sets(st.sampled_from(EXPERT_AXES[1:]), min_size=1), st.sets(st.sampled_from(AXES[1:]), min_size=1))
+def test_axes_of_both_views_do_not_mix_and_are_named(plan, expert, dense):
+    with pytest.raises(PlanError) as caught:
+        plan.group_ranks(0, expert | dense | {"pp"})
+    assert str(caught.value) == (
+        f"axis {', '.join(sorted(expert))}: expected some of pp, dp_replicate, dp_shard, cp, tp; or, of experts, of pp, edp, ep, etp"
+    )
+
+
+def test_the_view_of_some_axes_is_the_first_that_has_them_all():
+    assert mesh_axes([]) == mesh_axes(["pp"]) == mesh_axes(["tp", "cp"]) == AXES
+    assert mesh_axes(["ep"]) == mesh_axes(["pp", "edp"]) == EXPERT_AXES
+    with pytest.raises(PlanError, match=r"^axis dim: expected some of pp, dp_replicate"):
+        mesh_axes(["ep", "tp", "dim"])
 
 
 @pytest.mark.parametrize("axis", [*AXES, "ep", "etp", "microbatches", "gradient_accumulation_steps"])

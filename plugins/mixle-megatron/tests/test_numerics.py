@@ -117,3 +117,12 @@ def test_uneven_stages():
     uneven = {"num_layers": 3, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}
     check("tiny", Plan(pp=2, microbatches=2), fields={**cut, **uneven})
     check("tiny", Plan(tp=2), fields={**cut, **uneven})
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2-sp", "dp2xtp2-sp-sharded", "pp2xtp2-sp"])
+def test_dropout_leaves_copies_equal(name):
+    """Masks are equal where activations are replicated and differ where they are cut; the probe accepts the first gradients."""
+    fields = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    for outcome in run_ranks(verified, DENSE[name].world_size, "tiny-tied", DENSE[name], fields, "next_token_loss", {}, reuse=True):
+        assert all(update.copies_equal for update in outcome.value.updates)
+        assert outcome.value.updates[0].gradient_error > 1e-3  # the masks are drawn

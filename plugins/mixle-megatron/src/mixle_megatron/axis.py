@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mixle_core import CapabilityError, Layouts, ParameterLayout, PluginError, Shard
-from mixle_core.runtime import Mesh, derive_seed, logical_parameters
-from mixle_megatron._upstream import seed_random_states, set_groups, use_cpu
+from mixle_core.runtime import Mesh, logical_parameters
+from mixle_megatron._upstream import set_groups, use_cpu
 from mixle_megatron.groups import mesh_groups
 from mixle_megatron.model import MegatronModel, build_part, configured
 from mixle_megatron.pipeline import MegatronPipeline
@@ -59,7 +59,7 @@ class MegatronAxes:
         shell.module, shell.groups = part, groups
         if mesh.plan.pp > 1:
             shell.pipeline = MegatronPipeline(groups, mesh)
-        seed_states(mesh)
+        shell.mesh = mesh
         self._shell = shell
 
     def _take_over(self, part: nn.Module, values: dict[str, torch.Tensor], mesh: Mesh) -> None:
@@ -108,17 +108,3 @@ class MegatronAxes:
             forward_only=not torch.is_grad_enabled(),
             pg_collection=shell.groups,
         )
-
-
-def seed_states(mesh: Mesh) -> None:
-    """Seed the random states of regions that ranks of tp, or of the experts, compute differently."""
-    at = mesh.position
-    base = torch.initial_seed()
-    data = [(axis, at[axis]) for axis in ("pp", "dp_replicate", "dp_shard", "cp")]
-    seed_random_states(
-        {
-            "model-parallel-rng": derive_seed(base, "tp", at["tp"], *data) % 2**62,
-            "expert-parallel-rng": derive_seed(base, "experts", at["etp"], at["ep"], at["edp"], at["pp"]) % 2**62,
-            "data-parallel-rng": derive_seed(base, "data", *data) % 2**62,
-        }
-    )

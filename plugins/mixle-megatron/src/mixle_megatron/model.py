@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from mixle_core import CapabilityError, ParallelPlan, UsageError
-from mixle_core.runtime import Mesh
+from mixle_core.runtime import Mesh, derive_seed
 from mixle_megatron._upstream import (
     NumberedModules,
     groups_in_effect,
     recorded_initialisers,
     redirect_recomputation,
     require_version,
+    seed_random_states,
     use_cpu,
 )
 from mixle_megatron.groups import lone_groups, solo_groups
@@ -59,6 +60,7 @@ class MegatronModel(nn.Module):
         self.groups: Any = None
         self.pipeline: Pipeline | None = None
         self.mesh: Mesh | None = None
+        self._seeded = False
         self.owned: dict[str, tuple[nn.Parameter, slice | None]] = {}
         self.module = build_whole(config, provider, ParallelPlan())
 
@@ -107,12 +109,28 @@ class MegatronModel(nn.Module):
             if torch.is_grad_enabled():
                 raise UsageError("a pipeline's stages train together: through a session, or through reduction.run(microbatches, loss)")
             return self.pipeline.evaluate(self, arguments)
+        self._seed_random_states()
         if self.groups is None:
             # a whole model that runs by itself: its parallel layers ask Megatron's global state for groups of one rank
             self.groups = solo_groups("megatron.alone")
         with groups_in_effect(self.groups):
             output: torch.Tensor = self.module(**arguments, runtime_gather_output=labels is None)
         return output
+
+    def _seed_random_states(self) -> None:
+        """Seed what ranks of tp, or of the experts, draw differently, from the seed that ranks with the same rows share."""
+        if self._seeded:
+            return
+        self._seeded = True
+        at = self.mesh.position if self.mesh else {}
+        base = torch.initial_seed()
+        seed_random_states(
+            {
+                "model-parallel-rng": derive_seed(base, "tp", at.get("tp", 0)),
+                "expert-parallel-rng": derive_seed(base, "experts", at.get("etp", 0), at.get("ep", 0)),
+                "data-parallel-rng": derive_seed(base, "data"),
+            }
+        )
 
 
 _NOT_CUT: dict[str, Any] = {

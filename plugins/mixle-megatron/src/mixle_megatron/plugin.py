@@ -71,6 +71,12 @@ def own_reduction(model: Any, plan: ParallelPlan, layouts: Layouts) -> Claim | R
             "so this is unverified",
             "use precision='fp32'",
         )
+    dropout = max(model.base_config.hidden_dropout, model.base_config.attention_dropout)
+    if plan.activation_checkpointing and dropout:
+        return Refusal(
+            f"activation_checkpointing=True with dropout {dropout}: recomputation would draw other masks from Megatron's random states",
+            "set hidden_dropout and attention_dropout to 0, or leave recomputation out",
+        )
     if plan.dp_replicate > 1 and plan.dp_shard > 1:
         return Refusal(
             "dp_replicate and dp_shard above 1 are several instances of Megatron's distributed optimizer, unverified without CUDA",

@@ -29,6 +29,7 @@ class MegatronOwner:
         self._sharded = plan.dp_shard > 1
         self._has_optimizer = False
         self._updates = 0
+        self._holds_reduced = False
         self._unused: frozenset[str] = frozenset()
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
@@ -53,7 +54,6 @@ class MegatronOwner:
         self._syncs = _count_syncs(self._ddp)
         self._slices = {name: self._slice(parameter) for name, parameter in self._parameters.items()}
         self._left_out = self._measure()
-        shell.mesh = mesh  # for what saves and loads state
         shell.owned = {name: (self._parameters[name], self._slices[name]) for name in self._rows}
         # ranks of other stages hold other parameters; all ask about all of them
         elsewhere = frozenset(self._layouts.trainable) - self._rows.keys()
@@ -65,6 +65,11 @@ class MegatronOwner:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
+            if self._holds_reduced:
+                raise UsageError(
+                    "Megatron's buffers still hold the gradients of the last update; call reduction.zero() after the optimizer's step "
+                    "(the optimizer's own zero_grad() does not reach them)"
+                )
             if self._sharded and self._updates and not self._has_optimizer:
                 raise UsageError(
                     "dp_shard above 1 shards the optimizer's state with Megatron's own; make it with reduction.build_optimizer(factory): "
@@ -134,6 +139,9 @@ class MegatronOwner:
 
     def finish(self, observe: Observe) -> OwnerReduction:
         """Sum over tp what Megatron leaves out, then let its finaliser reduce the rest."""
+        if self._holds_reduced:
+            raise UsageError("finish() was called twice on the same gradients; run a backward after zero(), then finish()")
+        self._holds_reduced = True
         unused, missing = self._usage.settle(self._mesh)
         self._unused = unused
         present = [name for name in self._rows if name not in unused]
@@ -181,6 +189,7 @@ class MegatronOwner:
 
     def zero(self) -> None:
         """Drop all gradients, and what an update that is given up has noted."""
+        self._holds_reduced = False
         self._ddp.zero_grad_buffer()
         for parameter in self._parameters.values():
             parameter.grad = None
