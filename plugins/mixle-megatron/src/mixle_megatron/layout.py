@@ -171,29 +171,34 @@ class _Stages:
 def _by_pattern(roles: Mapping[str, Role]) -> dict[str, ModuleLayout]:
     """Few patterns for many names: numbers that all take a role become `*`, others are listed."""
     spread: dict[str, list[set[str]]] = {}
-    for name in roles:
-        kind, numbers = _kind(name)
-        values = spread.setdefault(kind, [set() for _ in numbers])
-        for known, number in zip(values, numbers, strict=True):
-            known.add(number)
-    by_role: dict[tuple[str, Role], list[set[str]]] = {}
+    by_role: dict[tuple[str, Role], list[str]] = {}
     for name, role in roles.items():
         kind, numbers = _kind(name)
-        values = by_role.setdefault((kind, role), [set() for _ in numbers])
-        for known, number in zip(values, numbers, strict=True):
-            known.add(number)
+        _spread(spread.setdefault(kind, [set() for _ in numbers]), numbers)
+        by_role.setdefault((kind, role), []).append(name)
     modules: dict[str, dict[str, Role]] = {}
-    for (kind, role), values in by_role.items():
-        name = kind
-        for known, every in zip(values, spread[kind], strict=True):
-            listed = sorted(known, key=int)
-            name = name.replace("#", "*" if known == every else listed[0] if len(listed) == 1 else "{" + ",".join(listed) + "}", 1)
-        if math.prod(map(len, values)) != sum(1 for other, r in roles.items() if r == role and _kind(other)[0] == kind):
-            modules.update({n.rpartition(".")[0]: {n.rpartition(".")[2]: r} for n, r in roles.items() if r == role and _kind(n)[0] == kind})
-            continue
-        module, _, local = name.rpartition(".")
-        modules.setdefault(module, {})[local] = role
+    for (kind, role), names in by_role.items():
+        values: list[set[str]] = [set() for _ in spread[kind]]
+        for name in names:
+            _spread(values, _kind(name)[1])
+        if math.prod(map(len, values)) == len(names):  # the numbers combine freely
+            names = [_pattern(kind, values, spread[kind])]  # noqa: PLW2901
+        for name in names:
+            module, _, local = name.rpartition(".")
+            modules.setdefault(module, {})[local] = role
     return {module: ModuleLayout(parameters=parameters) for module, parameters in modules.items()}
+
+
+def _spread(values: list[set[str]], numbers: tuple[str, ...]) -> None:
+    for known, number in zip(values, numbers, strict=True):
+        known.add(number)
+
+
+def _pattern(kind: str, values: list[set[str]], every: list[set[str]]) -> str:
+    for known, total in zip(values, every, strict=True):
+        listed = sorted(known, key=int)
+        kind = kind.replace("#", "*" if known == total else listed[0] if len(listed) == 1 else "{" + ",".join(listed) + "}", 1)
+    return kind
 
 
 def _kind(name: str) -> tuple[str, tuple[str, ...]]:
