@@ -150,7 +150,7 @@ class ParameterLayout:
 
     @property
     def expert(self) -> bool:
-        """Whether it lies in the folded expert view of the mesh (pp, edp, ep, etp): declared on ep or etp."""
+        """Whether it is declared on ep or etp, and so lies in the folded expert view of the mesh."""
         return "ep" in self.roles or "etp" in self.roles
 
     @property

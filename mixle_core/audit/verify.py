@@ -176,8 +176,10 @@ def _one_update(reduction: Reduction, loss: Any, batch: Batch, update: int, leng
     plan = reduction.mesh.plan
     position = reduction.mesh.coordinates
     data_rank = (position["dp_replicate"] * plan.dp_shard + position["dp_shard"]) * plan.cp + position["cp"]
-    loss_sum, tokens = reduction.run([batch(update, backward, data_rank) for backward in range(length)], loss, last=full)
-    return reduction.finish(tokens, float(loss_sum))
+    scale = 2.0**-6 if update else 1.0  # a session scales from its second update on, and whatever adds to the loss has to follow
+    rows = [batch(update, backward, data_rank) for backward in range(length)]
+    loss_sum, tokens = reduction.run(rows, loss, loss_scale=scale, last=full)
+    return reduction.finish(tokens, float(loss_sum), loss_scale=scale)
 
 
 def _reference_update(

@@ -41,7 +41,8 @@ class Owner(Protocol):
     """Reduces the gradients of its rows over all their pending axes, once per update. Parameters are plain local tensors.
 
     One that leaves state sharded which a plain optimizer cannot step may have `build_optimizer(factory, names)`: an
-    optimizer over the parameters of `names`, whose inner one `factory` makes, and whose `step()` does not clip.
+    optimizer over the parameters of `names`, whose inner one `factory` makes, and whose `step()` does not clip. One whose
+    library adds terms to the loss inside may have `run`, as an AxisExecutor.
     """
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
@@ -72,10 +73,10 @@ class AxisExecutor(Protocol):
     """Executes one model axis: cuts the parameters and installs the forward and backward boundaries.
 
     One object executes all axes that a plugin claims with one factory. One that cuts the model into stages also has
-    `run(module, microbatches, forward)`: its schedule of one batch. It calls `forward(module, microbatch)` for each
-    microbatch, in order, on every rank whose part computes the loss, backpropagates the scalar that this returns where
-    gradients are enabled, and returns nothing. Where the part has no loss, what `module` returns is the end of the part:
-    the executor takes it there.
+    `run(module, microbatches, forward, loss_scale)`: its schedule of one batch. It calls `forward(module, microbatch)` for
+    each microbatch, in order, on every rank whose part computes the loss, backpropagates `loss_scale` times the scalar that
+    this returns where gradients are enabled, and returns nothing. Whatever else it adds to the loss is scaled alike. Where
+    the part has no loss, what `module` returns is the end of the part: the executor takes it there.
     """
 
     def shard(self, layout: ParameterLayout, tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

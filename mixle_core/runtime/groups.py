@@ -266,7 +266,7 @@ def solo_group(owner: str) -> dist.ProcessGroup:
         dist.init_process_group("gloo", store=in_memory_store(), rank=0, world_size=1)
         atexit.register(_leave_processes)
     _forget_old_groups()
-    key = ((dist.get_rank(),), f"mixle:{owner}:", 0.0)
+    key = ((dist.get_rank(),), f"mixle:{owner}.alone:", 0.0)  # nothing is sent, so it is not the owner's traffic
     found = _groups.get(key)
     if found is None:
         _groups[key] = found = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=key[1])

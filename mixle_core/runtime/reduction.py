@@ -163,14 +163,14 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
             module = owners[name].install(module, tuple(row for row in rows if held(row.name)), mesh)
     data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
-    return Reduction(model, module, won, mesh, owners, seed, _only_schedule(executors))
+    return Reduction(model, module, won, mesh, owners, seed, _only_schedule([*executors, *owners.values()]))
 
 
-def _only_schedule(executors: Sequence[AxisExecutor]) -> Any:
-    """The `run` of the executor that has one."""
-    schedules = [executor.run for executor in executors if hasattr(executor, "run")]
+def _only_schedule(winners: Sequence[AxisExecutor | Owner]) -> Any:
+    """The `run` of the executor or owner that has one."""
+    schedules = [winner.run for winner in winners if hasattr(winner, "run")]
     if len(schedules) > 1:
-        raise CapabilityError("two executors bring a schedule of microbatches; way out: execute all axes with plugins of one backend")
+        raise CapabilityError("two winners bring a schedule of microbatches; way out: execute all axes with plugins of one backend")
     return schedules[0] if schedules else None
 
 
@@ -277,11 +277,11 @@ class Reduction:
                 )
             counts.append(count)
             total.add_(value.detach().double())  # stays on the device: reading it would wait for every microbatch
-            return value * loss_scale
+            return value
 
         if self._schedule is not None:
             with self.no_sync():  # a schedule ends with all its backwards; what is to be reduced is reduced at the end
-                self._schedule(self.module, microbatches, forward)
+                self._schedule(self.module, microbatches, forward, loss_scale)
             return self._from_the_stage_with_the_loss(total, sum(counts))
         for index, microbatch in enumerate(microbatches):
             with ExitStack() as stack:
@@ -289,7 +289,7 @@ class Reduction:
                     stack.enter_context(self.no_sync())
                 value = forward(self.module, microbatch)
                 if torch.is_grad_enabled():
-                    value.backward()
+                    (value * loss_scale).backward()
         return total, sum(counts)
 
     def _from_the_stage_with_the_loss(self, total: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int]:

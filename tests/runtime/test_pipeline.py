@@ -57,10 +57,10 @@ class TwoStages:
             tied = model.embed.weight.numel() > 0 and self.keeps_tied_name
             model.blocks[0], model.embed = Passes(), Arrives(self, model.embed.weight if tied else None)
 
-    def run(self, module, microbatches, forward):
-        (self._run_first if self.first else self._run_last)(module, microbatches, forward)
+    def run(self, module, microbatches, forward, loss_scale):
+        (self._run_first if self.first else self._run_last)(module, microbatches, forward, loss_scale)
 
-    def _run_first(self, module, microbatches, forward):
+    def _run_first(self, module, microbatches, forward, loss_scale):
         hidden = [module(ids) for ids in microbatches]
         sent = [dist.isend(values.detach(), self.peer, self.group) for values in hidden]
         if torch.is_grad_enabled():
@@ -72,7 +72,7 @@ class TwoStages:
         for work in sent:
             work.wait()
 
-    def _run_last(self, module, microbatches, forward):
+    def _run_last(self, module, microbatches, forward, loss_scale):
         sent = []
         for ids in microbatches:
             self.arrived = torch.empty(*ids.shape, HIDDEN)
@@ -80,7 +80,7 @@ class TwoStages:
             self.arrived.requires_grad_(torch.is_grad_enabled())
             loss = forward(module, ids)
             if torch.is_grad_enabled():
-                loss.backward()
+                (loss * loss_scale).backward()
                 sent.append((dist.isend(self.arrived.grad, self.peer, self.group), self.arrived.grad))
         for work, _ in sent:
             work.wait()

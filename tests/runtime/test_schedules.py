@@ -167,7 +167,7 @@ class Stages:
         self.stage = mesh.coordinates["pp"]
         setattr(model, "ba"[self.stage], None)
 
-    def run(self, module, microbatches, forward):
+    def run(self, module, microbatches, forward, loss_scale):
         self.returned = []
         for rows in microbatches:
             if self.stage == 0:
@@ -176,7 +176,7 @@ class Stages:
             loss = forward(module, rows)
             self.returned.append(loss.detach())
             if torch.is_grad_enabled():
-                loss.backward()
+                (loss * loss_scale).backward()
 
 
 class Boundaries:

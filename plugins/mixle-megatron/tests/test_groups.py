@@ -79,6 +79,9 @@ def once(done: set[Any], plan: mx.ParallelPlan, view: tuple[str, ...]) -> bool:
 
 def partition(plan: mx.ParallelPlan, axes: tuple[str, ...]) -> frozenset[tuple[int, ...]]:
     """All groups over `axes`, each asked for by its first rank; every rank is in one."""
+    if all(plan.size(axis) == 1 for axis in axes):  # of the many groups of one rank, the first and the last are asked for
+        assert [plan.group_ranks(rank, axes) for rank in (0, plan.world_size - 1)] == [(0,), (plan.world_size - 1,)]
+        return frozenset((rank,) for rank in range(plan.world_size))
     seen: set[int] = set()
     groups = []
     for rank in range(plan.world_size):

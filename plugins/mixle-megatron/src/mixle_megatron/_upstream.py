@@ -56,6 +56,10 @@ _RANKS = {
 }
 
 
+_PLACES = ("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL", "EXPERT_MODEL_PARALLEL", "EXPERT_TENSOR_PARALLEL")
+"""What the global state may be told a rank and a number of ranks of, in place of asking a group."""
+
+
 def require_version() -> None:
     """Raise CapabilityError unless the installed Megatron-Core is one that these names were read in."""
     try:
@@ -96,10 +100,14 @@ def set_groups(groups: Any) -> dict[str, Any]:
     """As `groups_in_effect`, for good; return what was there."""
     from megatron.core import parallel_state
 
-    missing = [name for name in (*_STATE, *_RANKS, "_GLOBAL_MEMORY_BUFFER") if not hasattr(parallel_state, name)]
+    places = {f"_MPU_{place}_{what}": value for place in _PLACES for what, value in (("RANK", 0), ("WORLD_SIZE", 1))}
+    every = (*_STATE, *_RANKS, *places, "_GLOBAL_MEMORY_BUFFER")
+    missing = [name for name in every if not hasattr(parallel_state, name)]
     if missing:
         raise CapabilityError(f"megatron.core.parallel_state has no {missing[0]}; install 'megatron-core>={TESTED[0]},<0.17'")
-    before = {name: getattr(parallel_state, name) for name in (*_STATE, *_RANKS, "_GLOBAL_MEMORY_BUFFER")}
+    before = {name: getattr(parallel_state, name) for name in every}
+    for name, value in places.items():
+        setattr(parallel_state, name, value if isinstance(groups.tp, Alone) else None)
     for name, field in _STATE.items():
         setattr(parallel_state, name, getattr(groups, field, None))
     for name, field in _RANKS.items():
@@ -290,6 +298,15 @@ def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     finally:
         _states[name] = torch.random.get_rng_state()
         torch.random.set_rng_state(before)
+
+
+def unscaled_inner_losses() -> None:
+    """Let the losses that routers and further-token heads add inside count once: a schedule of another model may have scaled them."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.set_loss_scale(torch.ones(1))
 
 
 class NumberedModules(nn.ModuleList):

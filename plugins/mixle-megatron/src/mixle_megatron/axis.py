@@ -84,8 +84,20 @@ class MegatronAxes:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[local] = torch.zeros_like(buffer, device=mesh.device)
 
-    def run(self, module: nn.Module, microbatches: Sequence[Any], forward: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+    def run(
+        self, module: nn.Module, microbatches: Sequence[Any], forward: Callable[[nn.Module, Any], torch.Tensor], loss_scale: float
+    ) -> None:
         """Megatron's schedule of one batch: 1F1B across a pipeline, one after the other without."""
+        config = self._shell.config
+        # it scales the loss, and what routers and further-token heads add to it inside
+        before, config.grad_scale_func = config.grad_scale_func, lambda loss: loss * loss_scale
+        self._shell.scheduled = True
+        try:
+            self._run(module, microbatches, forward)
+        finally:
+            config.grad_scale_func, self._shell.scheduled = before, False
+
+    def _run(self, module: nn.Module, microbatches: Sequence[Any], forward: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         shell = self._shell

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mixle_core import CapabilityError, ParallelPlan, UsageError
+from mixle_core import CapabilityError, MixleError, ParallelPlan, UsageError
 from mixle_core.runtime import Mesh, derive_seed
 from mixle_megatron._upstream import (
     NumberedModules,
@@ -18,6 +18,7 @@ from mixle_megatron._upstream import (
     redirect_recomputation,
     require_version,
     seed_random_states,
+    unscaled_inner_losses,
     use_cpu,
 )
 from mixle_megatron.groups import lone_groups, solo_groups
@@ -60,6 +61,7 @@ class MegatronModel(nn.Module):
         self.groups: Any = None
         self.pipeline: Pipeline | None = None
         self.mesh: Mesh | None = None
+        self.scheduled = False
         self._seeded = False
         self.owned: dict[str, tuple[nn.Parameter, slice | None]] = {}
         self.module = build_whole(config, provider, ParallelPlan())
@@ -110,6 +112,8 @@ class MegatronModel(nn.Module):
                 raise UsageError("a pipeline's stages train together: through a session, or through reduction.run(microbatches, loss)")
             return self.pipeline.evaluate(self, arguments)
         self._seed_random_states()
+        if not self.scheduled and torch.is_grad_enabled():
+            unscaled_inner_losses()
         if self.groups is None:
             # a whole model that runs by itself: its parallel layers ask Megatron's global state for groups of one rank
             self.groups = solo_groups("megatron.alone")
@@ -193,10 +197,13 @@ def build_part(config: Any, provider: Provider, groups: Any, *, first: bool, las
     Raises:
         CapabilityError: Megatron refuses to build it; with its reason.
     """
-    with torch.device("meta"), recorded_initialisers(config):
+    # some modules take no groups as arguments, and ask the global state; some take them only once torch.distributed runs
+    with torch.device("meta"), recorded_initialisers(config), groups_in_effect(groups):
         try:
             part: Any = provider(config=config, pre_process=first, post_process=last, pg_collection=groups)
-        except (AssertionError, ValueError, NotImplementedError) as error:
+        except MixleError:
+            raise
+        except Exception as error:  # Megatron's assertions, and the provider's own errors
             sizes = {
                 "tp": config.tensor_model_parallel_size,
                 "pp": config.pipeline_model_parallel_size,
@@ -204,9 +211,13 @@ def build_part(config: Any, provider: Provider, groups: Any, *, first: bool, las
                 "ep": config.expert_model_parallel_size,
             }
             plan = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
-            raise CapabilityError(f"Megatron-Core refuses to build this model under {plan}: {error}") from error
+            raise CapabilityError(
+                f"Megatron-Core refuses to build this model under {plan}: {error or type(error).__name__}; change the plan or the config"
+            ) from error
     module: Any
     for module in part.modules():
+        if getattr(module, "tp_group", groups) is None:
+            module.tp_group = groups.expt_tp if getattr(module, "is_expert", False) else groups.tp
         module.mixle_inits = {
             name: parameter.mixle_init for name, parameter in module.named_parameters(recurse=False) if hasattr(parameter, "mixle_init")
         }

@@ -63,8 +63,6 @@ def own_reduction(model: Any, plan: ParallelPlan, layouts: Layouts) -> Claim | R
 
     if not _is_ours(model):
         return _NOT_OURS
-    if plan.world_size == 1:
-        return None
     if plan.precision != "fp32":
         return Refusal(
             f"precision={plan.precision}: Megatron's linear layers keep fp32 weights and bf16 activations apart only under CUDA autocast, "

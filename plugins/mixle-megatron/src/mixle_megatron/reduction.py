@@ -38,7 +38,9 @@ class MegatronOwner:
 
         shell = require_megatron(model)
         if shell.groups is None:  # no axis splits the model, so no executor built it
-            MegatronAxes().apply(shell, self._layouts, mesh)
+            axes = MegatronAxes()
+            axes.apply(shell, self._layouts, mesh)
+            self.run = axes.run  # losses that Megatron adds inside are scaled by its schedule
         self._mesh = mesh
         self._rows = {row.name: row for row in rows}
         bound = logical_parameters(shell, self._layouts.transparent)
