@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from mixle_core.audit.classify import KINDS, Groups, Verdict, classify
 from mixle_core.audit.compare import assemble, relative_error
 from mixle_core.audit.verify import UpdateReport, VerifyReport, reference_model, verify
+from mixle_core.audit.window import AuditReport, audit
 
-__all__ = ["UpdateReport", "VerifyReport", "assemble", "reference_model", "relative_error", "verify"]
+__all__ = [
+    "KINDS",
+    "AuditReport",
+    "Groups",
+    "UpdateReport",
+    "Verdict",
+    "VerifyReport",
+    "assemble",
+    "audit",
+    "classify",
+    "reference_model",
+    "relative_error",
+    "verify",
+]

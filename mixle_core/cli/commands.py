@@ -181,6 +181,58 @@ def verify(**options: Any) -> int:
     return _on_ranks(run_verify, options)
 
 
+def _numbers(ctx: Any, option: Any, value: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"{value!r}: expected whole numbers of at least 1, such as 1,2,4")
+    return numbers
+
+
+@cli.command()
+@click.argument("target")
+@click.option("--reference", required=True, metavar="MODULE:CALLABLE", help="Builds the same weights in one process.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks that split the model: neighbours.")
+@click.option("--dp", type=click.IntRange(1), default=1, show_default=True, help="Ranks with rows of their own.")
+@click.option("--microbatches", callback=_numbers, default="1,2,4", show_default=True, help="Backwards of each window to try.")
+@click.option(
+    "--sync",
+    type=click.Choice(["every", "last"]),
+    default="every",
+    show_default=True,
+    help="Reduce in every backward, or put it off to the last one of a window (no_sync, set_requires_gradient_sync).",
+)
+@click.option("--rows", type=click.IntRange(1), default=2, show_default=True, help="Rows of a microbatch on each data rank.")
+@click.option("--length", type=click.IntRange(2), default=16, show_default=True, help="Tokens of a row.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def audit(**options: Any) -> int:
+    """Find wrong gradients in a model that somebody else parallelised.
+
+    TARGET (module:callable) builds the parallel model on every rank, in a process group that is there already; it may take `tp` and `dp`.
+    Every gradient of a window is compared with one process, rank by rank, and what is wrong is named.
+    """
+    from mixle_core.plan import ParallelPlan
+    from mixle_core.runtime.launch import is_rank, launch, limit_threads
+
+    plan = ParallelPlan(dp_replicate=options["dp"], tp=options["tp"])
+    if is_rank() or plan.world_size == 1:
+        from mixle_core.cli.auditing import run_audit
+
+        limit_threads()
+        return run_audit(plan, options)
+    from mixle_core.runtime.models import callable_named
+
+    callable_named(options["target"], "TARGET")
+    callable_named(options["reference"], "--reference")
+    result = launch(["-m", "mixle_core.cli.rank", *sys.argv[1:]], plan.world_size)
+    if result.message:
+        raise _Failed(result.message, result.exit_code)
+    return result.exit_code
+
+
 def _on_ranks(run: Any, options: dict[str, Any]) -> int:
     """Run here when this is a rank or the plan is one process; else launch this same command on all ranks."""
     from mixle_core.cli.options import load, pop_plan

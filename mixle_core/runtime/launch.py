@@ -78,6 +78,8 @@ def _first_words(error: ChildFailedError) -> LaunchResult:
         rank = min(said, key=lambda r: (said[r][0] != 2, said[r][1].startswith("RuntimeError"), r))
         return LaunchResult(said[rank][0] if said[rank][0] > 0 else 1, said[rank][1], rank)
     rank, first = error.get_first_failure()
+    if first.exitcode == 1:  # without a word: what the command found wrong, it has shown itself
+        return LaunchResult(1)
     how = f"signal {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     return LaunchResult(first.exitcode if first.exitcode > 0 else 1, f"rank {rank} ended with {how}", rank)
 

@@ -62,6 +62,18 @@ def model_builder(spec: str, plugins: Plugins = None, *, what: str = "model") ->
     return loaded, checked
 
 
+def callable_named(spec: str, what: str) -> Callable[..., Any]:
+    """What `module:callable` names, importable from here.
+
+    Raises:
+        UsageError: nothing of that name, or nothing that can be called.
+    """
+    module, colon, attribute = spec.partition(":")
+    if not colon or not module or not attribute:
+        raise UsageError(f"{what} {spec!r}: expected module:callable")
+    return _found(module, attribute, [], what)
+
+
 def _from_plugin(plugins: LoadedPlugins, name: str, rest: str) -> Callable[[], Any]:
     def build() -> Any:
         model = plugins.ask_one(name, "build_model", spec=rest)
@@ -73,6 +85,10 @@ def _from_plugin(plugins: LoadedPlugins, name: str, rest: str) -> Callable[[], A
 
 
 def _from_callable(module: str, attribute: str, installed: list[str], what: str) -> Callable[[], Any]:
+    return _caught(_found(module, attribute, installed, what), f"{what} {module}:{attribute}")
+
+
+def _found(module: str, attribute: str, installed: list[str], what: str) -> Callable[..., Any]:
     if "" not in sys.path:  # an installed command does not look where it is called; what is found may import more later
         sys.path.insert(0, "")
     try:
@@ -90,7 +106,7 @@ def _from_callable(module: str, attribute: str, installed: list[str], what: str)
         raise UsageError(f"{what} {module}:{attribute}: module {module!r} has no {attribute!r}") from error
     if not callable(found):
         raise UsageError(f"{what} {module}:{attribute}: {type(found).__name__} cannot be called")
-    return _caught(found, f"{what} {module}:{attribute}")
+    return found  # type: ignore[no-any-return]
 
 
 def _caught(function: Callable[[], Any], who: str) -> Callable[[], Any]:

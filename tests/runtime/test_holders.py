@@ -97,7 +97,7 @@ def alone_and_together():
     value = torch.tensor([3.0])
     dist.all_reduce(value, group=alone)
     together = mesh.group(("pp",), "mine", alone=True)
-    traffic = {key: (t.num_collectives, t.payload_bytes) for key, t in counted_traffic("mixle:mine:|").items()}
+    traffic = {key: (t.num_collectives, t.payload_bytes) for key, t in counted_traffic("mixle:mine.alone:|").items()}
     dist.barrier()
     return found, float(value), dist.get_process_group_ranks(together), both is None, traffic, mesh.position
 
@@ -105,9 +105,9 @@ def alone_and_together():
 def test_a_rank_alone_has_a_real_group_where_one_is_asked_for():
     for outcome in run_ranks(alone_and_together, 4, timeout_s=60):
         found, value, together, outside, traffic, position = outcome.value
-        assert found == [[outcome.rank], "mixle:mine:", True, False] and value == 3.0
+        assert found == [[outcome.rank], "mixle:mine.alone:", True, False] and value == 3.0
         assert together == [0, 1, 2, 3] and outside == (outcome.rank in (1, 2))
-        assert traffic == {"mixle:mine:|allreduce": (1, 4)}
+        assert traffic == {"mixle:mine.alone:|allreduce": (1, 4)}
         assert position == {"pp": outcome.rank, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0, "edp": 0, "ep": 0, "etp": 0}
 
 

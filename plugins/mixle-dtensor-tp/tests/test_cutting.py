@@ -8,6 +8,7 @@ from mixle_dtensor_tp.axis import TensorParallel
 from torch import nn
 
 from mixle_core import (
+    Boundary,
     CapabilityError,
     ModelLayout,
     ModuleLayout,
@@ -15,6 +16,7 @@ from mixle_core import (
     ParameterLayout,
     Replica,
     Shard,
+    Term,
     attach,
     explain,
     hookimpl,
@@ -99,7 +101,22 @@ class RowLayout:
     @hookimpl
     def declare_layout(self, model, plan):
         role = Shard(1, unit=4, unit_name="query head")
-        return ModelLayout(axis="tp", modules={"output": ModuleLayout(parameters={"weight": role})})
+        summed = Boundary(outside=Replica("complete"), inside=Term())
+        return ModelLayout(axis="tp", modules={"output": ModuleLayout(parameters={"weight": role}, output=summed)})
+
+
+class NoBoundary:
+    """As a backend with parallel layers of its own declares them: how they compute is not said."""
+
+    @hookimpl
+    def declare_layout(self, model, plan):
+        return ModelLayout(axis="tp", modules={"output": ModuleLayout(parameters={"weight": Shard(1)})})
+
+
+def test_a_layout_that_cuts_and_says_nothing_of_activations_is_left_to_its_own_backend():
+    plugins = load_plugins(["dtensor-tp"], extra={"own": NoBoundary()})
+    with pytest.raises(CapabilityError, match=r"the layout cuts parameters over tp and declares no boundary"):
+        explain(Row(), ParallelPlan(tp=2), plugins=plugins)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 6])

@@ -1,0 +1,141 @@
+"""`audit`: compare the gradients that anybody's parallel model ends a window with, rank by rank, with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from mixle_core.audit.classify import NOT_EXPLAINED, RIGHT, TOLERANCE, Groups, Verdict, classify
+from mixle_core.errors import UsageError
+from mixle_core.layout import logical_name
+
+Window = Callable[[Sequence[Any]], Mapping[str, torch.Tensor | None]]
+"""Runs forward and backward of some microbatches without an optimizer; returns name -> final gradient as it lies on this rank."""
+
+
+@attrs.frozen
+class AuditReport:
+    """One window of a parallel model against one process: a verdict for each parameter of the reference, by name."""
+
+    microbatches: int
+    verdicts: Mapping[str, Verdict]
+
+    @property
+    def wrong(self) -> dict[str, Verdict]:
+        """Parameters whose gradient is not right."""
+        return {name: verdict for name, verdict in self.verdicts.items() if verdict.kind != RIGHT}
+
+    @property
+    def error(self) -> float:
+        """The largest relative error."""
+        return max((verdict.error for verdict in self.verdicts.values()), default=0.0)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {v.kind}; {v.evidence}" for name, v in self.wrong.items()]
+        return "\n".join(lines) or f"{len(self.verdicts)} gradients are right (largest error {self.error:.1e})"
+
+
+def audit(
+    window: Window,
+    reference: Window,
+    batches: Sequence[Any],
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    *,
+    groups: Groups | None = None,
+    tolerance: float = TOLERANCE,
+) -> AuditReport:
+    """Classify every parameter's gradient after one accumulation window. Collective over the default process group.
+
+    Args:
+        window: of the parallel model; takes the microbatches and uses the rows of its own rank.
+        reference: of one process, on this rank, with the same initial values and all rows; its loss is divided as the
+            window's is.
+        batches: microbatches of the window, equal on every rank.
+        names: name in the parallel model -> name in the reference; wrapper segments are dropped before.
+        groups: of ranks that may have reduced together; None tries neighbours and equal distances.
+        tolerance: relative error that is right.
+
+    Raises:
+        UsageError: no microbatch; a gradient of the parallel model that the reference has no name for.
+    """
+    if not batches:
+        raise UsageError("audit: no microbatch; expected at least one")
+    seen = _named(window(batches), names)
+    wanted = _named(reference(batches), None)
+    single = [_named(reference([batch]), None) for batch in batches] if len(batches) > 1 else []
+    everyone = _gathered(seen)
+    unknown = sorted({name for theirs in everyone for name in theirs} - wanted.keys())
+    if unknown:
+        raise UsageError(
+            f"audit: the reference has no parameter {unknown[0]!r} ({len(unknown)} such); pass names, from names of the parallel model to "
+            "those of the reference"
+        )
+    verdicts = {}
+    for name, whole in wanted.items():
+        values = [theirs.get(name) for theirs in everyone]
+        cut = [_slice(value, whole) for value in values]
+        if any(piece is None for piece in cut):
+            verdicts[name] = Verdict(NOT_EXPLAINED, None, float("inf"), "its shape is no slice of the reference's")
+            continue
+        terms = [[_like(one[name], where) for where in cut if where is not None] for one in single]
+        verdicts[name] = classify(values, [_like(whole, where) for where in cut if where is not None], terms, groups, tolerance)
+    return AuditReport(len(batches), verdicts)
+
+
+def _named(gradients: Mapping[str, torch.Tensor | None], names: Any) -> dict[str, torch.Tensor | None]:
+    found: dict[str, torch.Tensor | None] = {}
+    for raw, gradient in gradients.items():
+        name = logical_name(raw)
+        if names is not None:
+            name = names(name) if callable(names) else names.get(name, name)
+        found[name] = None if gradient is None else whole_here(gradient)
+    return found
+
+
+def whole_here(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as this rank would apply it: shards are gathered; copies and pending terms stay this rank's own."""
+    if not isinstance(gradient, DTensor):
+        return gradient.detach().cpu()
+    local = gradient.to_local()
+    # a pending term is what the optimizer would see, so it is not summed here
+    own = [Replicate() if isinstance(placement, Partial) else placement for placement in gradient.placements]
+    if any(isinstance(placement, Shard) for placement in own):
+        local = DTensor.from_local(
+            local, gradient.device_mesh, own, run_check=False, shape=gradient.shape, stride=gradient.stride()
+        ).full_tensor()
+    return local.detach().cpu()
+
+
+def _gathered(mine: dict[str, torch.Tensor | None]) -> list[dict[str, torch.Tensor | None]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+_Where = tuple[int, int, int]
+"""Dim, number of slices, index; number 1 for the whole tensor."""
+
+
+def _slice(value: torch.Tensor | None, whole: torch.Tensor | None) -> _Where | None:
+    """Which slice of the reference a rank holds: the one that its gradient looks like."""
+    if value is None or whole is None or value.shape == whole.shape:
+        return 0, 1, 0
+    dims = [dim for dim, (a, b) in enumerate(zip(value.shape, whole.shape, strict=False)) if a != b]
+    if value.dim() != whole.dim() or len(dims) != 1 or not value.shape[dims[0]] or whole.shape[dims[0]] % value.shape[dims[0]]:
+        return None
+    dim, number = dims[0], whole.shape[dims[0]] // value.shape[dims[0]]
+    pieces = whole.double().chunk(number, dim)
+    alike = [float((value.double() * piece).sum() / (piece.norm() * value.double().norm()).clamp_min(1e-300)) for piece in pieces]
+    return dim, number, max(range(number), key=lambda index: alike[index])
+
+
+def _like(whole: torch.Tensor | None, where: _Where) -> torch.Tensor | None:
+    dim, number, index = where
+    return whole if whole is None or number == 1 else whole.chunk(number, dim)[index]

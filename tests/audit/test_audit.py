@@ -1,0 +1,160 @@
+"""`mixle audit` on real ranks: planted faults of every kind, clean models of torch, and the fault in the installed transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mixle_core as mx
+
+sys.path.insert(0, str(Path(__file__).parent))
+import targets
+
+from mixle_core.audit import audit
+from mixle_core.testing import run_ranks
+
+HERE = Path(__file__).parent
+
+
+def window(model, data_rank: int = 0, data_size: int = 1):
+    def run(batches):
+        model.zero_grad()
+        for ids in batches:
+            mine = ids.chunk(data_size)[data_rank]
+            logits = model(mine)[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
+            (loss / len(batches)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    return run
+
+
+def rows(number: int) -> list[torch.Tensor]:
+    return [torch.randint(0, targets.VOCAB, (4, 8), generator=torch.Generator().manual_seed(n)) for n in range(number)]
+
+
+def audited(name: str, number: int, data_parallel: bool):
+    torch.set_num_threads(1)
+    model = getattr(targets, name)()
+    place = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if data_parallel else (0, 1)
+    report = audit(window(model, *place), window(targets.reference()), rows(number))
+    return {name: (verdict.kind, verdict.ratio) for name, verdict in report.wrong.items()}, str(report)
+
+
+PLANTED = {
+    "missing_sum": "missing sum",
+    "reduced_twice": "reduced twice",
+    "averaged": "averaged instead of summed",
+    "scaled": "scaled by a constant",
+    "drifting": "copies drifting apart",
+    "never_trained": "never trained",
+    "nonsense": "not explained",
+}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named_and_nothing_else(name, number):
+    for outcome in run_ranks(audited, 2, name, number, False, reuse=True):
+        wrong, text = outcome.value
+        assert {parameter: kind for parameter, (kind, _) in wrong.items()} == {"scale": PLANTED[name]}, text
+        assert text.startswith(f"scale: {PLANTED[name]}")
+
+
+def test_a_gradient_that_is_reduced_again_at_every_microbatch():
+    assert [outcome.value[0] for outcome in run_ranks(audited, 2, "reduced_again", 1, False, reuse=True)] == [{}, {}]
+    for number in (2, 4):
+        for outcome in run_ranks(audited, 2, "reduced_again", number, False, reuse=True):
+            assert {name: kind for name, (kind, _) in outcome.value[0].items()} == {"scale": "reduced again at every microbatch"}
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(("name", "data_parallel"), [("clean", False), ("ddp", True), ("fsdp2", True)])
+def test_a_clean_model_raises_no_alarm(name, data_parallel, number):
+    for outcome in run_ranks(audited, 2, name, number, data_parallel, reuse=True):
+        wrong, text = outcome.value
+        assert wrong == {}
+        assert "gradients are right" in text
+
+
+def renamed(batches):
+    return {name.replace("scale", "wrapped.rescale"): gradient for name, gradient in window(targets.reference())(batches).items()}
+
+
+def test_names_that_the_reference_does_not_have_are_asked_for():
+    with pytest.raises(mx.UsageError, match=r"the reference has no parameter 'wrapped.rescale' .*; pass names"):
+        audit(renamed, window(targets.reference()), rows(1))
+
+
+@pytest.mark.parametrize(
+    "names", [{"wrapped.rescale": "scale"}, lambda name: name.replace("wrapped.rescale", "scale")], ids=["mapping", "function"]
+)
+def test_names_lead_from_the_parallel_model_to_the_reference(names):
+    report = audit(renamed, window(targets.reference()), rows(2), names)
+    assert (report.wrong, len(report.verdicts)) == ({}, 6)
+
+
+def test_no_microbatch_is_refused():
+    with pytest.raises(mx.UsageError, match="audit: no microbatch"):
+        audit(lambda batches: {}, lambda batches: {}, [])
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    code = "from mixle_core.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "audit", *words], capture_output=True, text=True, timeout=240, env=environment, cwd=HERE, check=False
+    )
+
+
+def test_the_command_says_what_is_wrong_and_exits_1():
+    done = command("targets:reduced_again", "--reference", "targets:reference", "--tp", "2", "--microbatches", "1,2")
+    assert done.returncode == 1, done.stderr
+    assert "1 microbatch: all 6 gradients right" in done.stdout
+    assert "2 microbatches: 1 of 6 gradients wrong" in done.stdout
+    assert "scale" in done.stdout and "reduced again at every microbatch" in done.stdout
+    assert "exit code" not in done.stderr
+
+
+def test_the_command_passes_a_clean_model_as_json():
+    done = command("targets:ddp", "--reference", "targets:reference", "--dp", "2", "--microbatches", "1,2", "--json", "--sync", "last")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"passed": True, "windows": [{"microbatches": n, "wrong": {}} for n in (1, 2)]}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["targets:nobody", "--reference", "targets:reference"], "module 'targets' has no 'nobody'"),
+        (["targets", "--reference", "targets:reference"], "TARGET 'targets': expected module:callable"),
+        (["targets:ddp", "--reference", "targets:not_a_model", "--dp", "2"], "--reference: the callable returned no torch.nn.Module"),
+        (["targets:ddp", "--reference", "targets:reference", "--microbatches", "0"], "expected whole numbers of at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(words, said):
+    done = command(*words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+SHARDED = ["--dp", "2", "--sync", "last", "--microbatches", "1,2"]
+
+
+@pytest.mark.parametrize(("words", "numbers"), [([], [1, 2, 4]), (SHARDED, [1, 2])], ids=["tp2", "fsdp2xtp2-put-off"])
+def test_the_fault_in_transformers_is_found_unaided(words, numbers):
+    """C01: q/k norms of Qwen3 under its TP plan: right with one microbatch, reduced again at each of several."""
+    pytest.importorskip("transformers")
+    done = command("qwen3_by_transformers:parallel", "--reference", "qwen3_by_transformers:reference", "--tp", "2", "--json", *words)
+    assert done.returncode == 1, done.stderr
+    windows = json.loads(done.stdout.splitlines()[-1])["windows"]
+    assert [(window["microbatches"], len(window["wrong"])) for window in windows] == [(n, 4 if n > 1 else 0) for n in numbers]
+    for window in windows[1:]:
+        assert {verdict["kind"] for verdict in window["wrong"].values()} == {"reduced again at every microbatch"}
+        assert all("q_norm" in name or "k_norm" in name for name in window["wrong"])

@@ -1,0 +1,88 @@
+"""Every kind of fault is named from values alone, with its ratio; values that fit none are not explained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mixle_core.audit import KINDS, classify
+from mixle_core.audit.classify import default_groups
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+WHOLE = draw(4, 3)
+TERMS = [draw(4, 3, seed=1), WHOLE - draw(4, 3, seed=1)]
+SINGLE = [draw(4, 3, seed=n) for n in range(2, 5)]
+SUM = SINGLE[0] + SINGLE[1] + SINGLE[2]
+AGAIN = 4 * SINGLE[0] + 2 * SINGLE[1] + SINGLE[2]
+
+
+def one(seen, wanted=WHOLE, **options):
+    return classify(seen, [wanted] * len(seen), **options)
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind", "ratio", "said"),
+    [
+        ([WHOLE, WHOLE], "right", 1.0, ""),
+        ([WHOLE, WHOLE * (1 + 1e-6)], "right", 1.0, ""),
+        ([2 * WHOLE, 2 * WHOLE], "reduced twice", 2.0, "2 times the reference on every rank"),
+        ([WHOLE / 2, WHOLE / 2], "averaged instead of summed", 0.5, "1/2 of the reference"),
+        ([3 * WHOLE, 3 * WHOLE], "scaled by a constant", 3.0, "3 times the reference"),
+        ([-WHOLE, -WHOLE], "scaled by a constant", -1.0, "-1 times the reference"),
+        (TERMS, "missing sum", None, "the values of ranks 0,1 add up to the reference"),
+        ([2 * TERMS[0], 2 * TERMS[1]], "missing sum", None, "the values of ranks 0,1 average to the reference"),
+        ([WHOLE, WHOLE + 0.1], "copies drifting apart", 1.0, "ranks 0 and 1 differ by"),
+        ([None, None], "never trained", None, "no rank has a gradient"),
+        ([WHOLE, None], "never trained", None, "rank 1 has no gradient"),
+        ([draw(4, 3, seed=9)] * 2, "not explained", None, "relative errors of the ranks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value in KINDS else "",
+)
+def test_a_fault_of_two_ranks_has_its_name(seen, kind, ratio, said):
+    verdict = one(seen)
+    assert verdict.kind == kind
+    assert said in verdict.evidence
+    if ratio is not None:
+        assert verdict.ratio == pytest.approx(ratio, rel=1e-5)
+
+
+@pytest.mark.parametrize("divided", [1.0, 3.0])
+def test_a_gradient_that_is_reduced_again_at_every_microbatch(divided):
+    """However the loop divides by the number of microbatches."""
+    verdict = one([AGAIN / divided] * 2, SUM / divided, single=[[term, term] for term in SINGLE])
+    assert (verdict.kind, verdict.evidence.split(" times")[0]) == ("reduced again at every microbatch", "microbatches count 4, 2, 1")
+
+
+def test_it_takes_the_microbatches_to_tell():
+    assert one([AGAIN, AGAIN], SUM).kind == "not explained"
+
+
+def test_sums_over_some_of_the_ranks_name_them():
+    seen = [TERMS[0], TERMS[0], TERMS[1], TERMS[1]]
+    assert "ranks 0,2 | 1,3 add up" in one(seen).evidence
+    assert "ranks tp add up" in one(seen, groups={"dp": [[0, 1], [2, 3]], "tp": [[0, 2], [1, 3]]}).evidence
+    assert one(seen, groups={"dp": [[0, 1], [2, 3]]}).kind == "copies drifting apart"
+
+
+def test_slices_are_compared_each_with_its_own():
+    pieces = WHOLE.chunk(2)
+    assert classify(pieces, pieces).kind == "right"
+    assert classify([2 * piece for piece in pieces], pieces).kind == "reduced twice"
+    assert classify([pieces[0], 2 * pieces[1]], pieces).kind == "not explained"
+
+
+def test_what_one_process_does_not_train():
+    assert classify([None, None], [None, None]).kind == "right"
+    assert "rank 1 has a gradient, one process has none" in classify([None, WHOLE], [None, None]).evidence
+
+
+def test_non_finite_values_are_not_right():
+    assert one([WHOLE, torch.full_like(WHOLE, float("nan"))]).kind != "right"
+
+
+def test_the_groups_of_four_ranks():
+    assert set(default_groups(4)) == {"0,1 | 2,3", "0,2 | 1,3", "0,1,2,3"}
