@@ -61,7 +61,10 @@ def verified(size: str, plan: mx.ParallelPlan, fields: dict[str, Any], loss: str
 
 
 def named_norms(**fields: Any) -> nn.Module:
-    """A GPT whose attention has, beside Megatron's q_layernorm and k_layernorm, norms of its own heads named q_norm and out_norm."""
+    """A GPT whose attention has, beside Megatron's q_layernorm and k_layernorm, norms of its own heads named q_norm and out_norm.
+
+    And one number for each head, a slice on each rank, marked as Megatron marks per-head parameters.
+    """
     from megatron.core.transformer.attention import SelfAttention
     from mixle_megatron.spec import RMSNorm, local_block_spec
 
@@ -70,10 +73,14 @@ def named_norms(**fields: Any) -> nn.Module:
             super().__init__(*args, **kwargs)
             self.q_norm = RMSNorm(self.config, self.hidden_size_per_attention_head)
             self.out_norm = RMSNorm(self.config, self.hidden_size_per_attention_head)
+            self.head_scale = nn.Parameter(torch.empty(self.num_attention_heads_per_partition))
+            self.head_scale.tensor_model_parallel, self.head_scale.partition_dim = True, 0  # type: ignore[attr-defined]
+            self.config.init_method(self.head_scale)
             self.linear_proj.register_forward_pre_hook(self.norm_heads)
 
         def norm_heads(self, module: nn.Module, args: Any) -> Any:
-            return (self.out_norm(args[0].unflatten(-1, (-1, self.hidden_size_per_attention_head))).flatten(-2), *args[1:])
+            heads = self.out_norm(args[0].unflatten(-1, (-1, self.hidden_size_per_attention_head)))
+            return ((heads * (1 + self.head_scale)[:, None]).flatten(-2), *args[1:])
 
         def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
             query, *others = super().get_query_key_value_tensors(*args, **kwargs)
