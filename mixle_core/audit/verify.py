@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mixle_core.audit.classify import classify
 from mixle_core.audit.compare import assemble, relative_error
 from mixle_core.declarations import parameter_facts
 from mixle_core.errors import UsageError
@@ -28,7 +29,11 @@ Batch = Callable[[int, int, int], Any]
 
 @attrs.frozen
 class UpdateReport:
-    """Errors of one update against one process: the worst gradient and parameter by name, both norms, and the copies."""
+    """Errors of one update against one process: the worst gradient and parameter by name, both norms, and the copies.
+
+    Args:
+        cause: what the worst gradient looks like, in words, where it is wrong.
+    """
 
     gradient_error: float
     worst_gradient: str
@@ -40,6 +45,7 @@ class UpdateReport:
     num_tokens: int
     loss_error: float
     skipped: str | None = None
+    cause: str | None = None
 
     @property
     def error(self) -> float:
@@ -124,7 +130,8 @@ def verify(
         gradients = _gathered(reduction, reduced.gradients)
         inf_norm = reduced.norm(math.inf)
         reference_norms = [_norm([p.grad for p in theirs_by_name.values()], kind) for kind in (2.0, math.inf)]
-        errors = {name: relative_error(gradients[name][0], theirs_by_name[name].grad) for name in theirs_by_name}
+        reference_gradients = {name: None if p.grad is None else p.grad.clone() for name, p in theirs_by_name.items()}
+        errors = {name: relative_error(gradients[name][0], reference_gradients[name]) for name in theirs_by_name}
         copies = all(equal for _, equal in gradients.values())
         if reduced.skipped is None:
             if max_grad_norm is not None:
@@ -151,6 +158,7 @@ def verify(
                 num_tokens=reduced.num_tokens,
                 loss_error=_difference(reduced.loss, wanted_loss) if wanted_tokens == reduced.num_tokens else math.inf,
                 skipped=reduced.skipped,
+                cause=_cause(plan, gradients[worst][0], reference_gradients[worst]) if errors[worst] > _WRONG[plan.precision] else None,
             )
         )
         receipts = {owner.owner: (owner.num_collectives, owner.payload_bytes) for owner in reduced.owners}
@@ -161,6 +169,17 @@ def verify(
         collectives={owner: number for owner, (number, _) in receipts.items()},
         payload_bytes={owner: size for owner, (_, size) in receipts.items()},
     )
+
+
+_WRONG = {"fp32": 1e-4, "bf16": 6e-2}
+"""Relative error of a gradient from which it is worth a cause."""
+
+
+def _cause(plan: ParallelPlan, gradient: torch.Tensor | None, reference: torch.Tensor | None) -> str:
+    """What one wrong gradient, put together from all ranks, looks like beside the reference."""
+    groups = {axis: [list(range(plan.size(axis)))] for axis in plan.active}
+    verdict = classify([gradient], [reference], groups=groups)
+    return f"{verdict.kind}: {verdict.evidence}"
 
 
 def _require_equal_start(ours: Mapping[str, tuple[torch.Tensor | None, bool]], theirs: Mapping[str, torch.Tensor]) -> None:

@@ -174,6 +174,13 @@ def explain(**options: Any) -> int:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of each microbatch on each data rank.")
 @click.option("--length", type=click.IntRange(2), default=32, show_default=True, help="Tokens of a row.")
+@click.option(
+    "--matrix",
+    type=click.Choice(["windows", "full"]),
+    default=None,
+    help="Try windows of 1, 4 and fewer backwards with and without clipping; full: also bf16, frozen, tied and unused parameters, "
+    "and activation checkpointing.",
+)
 def verify(**options: Any) -> int:
     """Train a plan for three updates beside one process and compare gradients, norms and parameters."""
     from mixle_core.cli.running import run_verify

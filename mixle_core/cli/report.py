@@ -11,7 +11,7 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from mixle_core.audit import VerifyReport
+from mixle_core.audit import CellReport, VerifyReport
 from mixle_core.errors import UsageError
 from mixle_core.layout import Layouts
 from mixle_core.ownership import OwnershipTable, pending_axes
@@ -95,6 +95,21 @@ def verify_table(report: VerifyReport) -> Table:
             "equal" if update.copies_equal else "DIFFER",
         )  # fmt: skip
     return shown
+
+
+def cell_line(found: CellReport) -> str:
+    """One cell of a verification: its errors, the worst parameter, and what is wrong with it."""
+    if found.report is None:
+        return f"{found.name:32} not run: {found.not_run}"
+    updates = found.report.updates
+    gradients, parameters = (max(updates, key=lambda u: u.gradient_error), max(updates, key=lambda u: u.parameter_error))
+    norm = max(max(update.norm_error, update.inf_norm_error) for update in updates)
+    cause = next((f"; the worst gradient is {u.cause}" for u in updates if u.cause and not found.passed), "")
+    worst = gradients.worst_gradient if gradients.gradient_error >= parameters.parameter_error else parameters.worst_parameter
+    return (
+        f"{found.name:32} {'right' if found.passed else 'WRONG'}  gradients {gradients.gradient_error:.1e}  norm {norm:.1e}  "
+        f"parameters {parameters.parameter_error:.1e}  worst {worst}{cause}"
+    )
 
 
 def save_table(table: OwnershipTable, path: Path) -> None:

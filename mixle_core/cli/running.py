@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mixle_core.audit import VerifyReport, verify
+from mixle_core.audit import CellReport, VerifyReport, cells, verify, verify_matrix
+from mixle_core.audit.matrix import TOLERANCE
+from mixle_core.audit.verify import Batch
 from mixle_core.cli.inputs import causal_lm_loss, squared_loss
 from mixle_core.cli.options import backends, load
-from mixle_core.cli.report import console, verify_table
+from mixle_core.cli.report import cell_line, console, verify_table
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import LoadedPlugins
+from mixle_core.runtime.contracts import Loss
 from mixle_core.runtime.models import vocabulary_size
-
-TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
 
 def _is_first() -> bool:
@@ -60,6 +61,8 @@ def verified(
     elif _is_first():
         console().print(verify_table(report))
         console().print(f"{'verified' if passed else 'WRONG'}: largest error {report.error:.1e}, tolerance {limit:.0e}")
+        for cause in {update.cause for update in report.updates if update.cause and not passed}:
+            console().print(f"the worst gradient is {cause}")
     return passed
 
 
@@ -74,6 +77,23 @@ def _report(
     length: int,
     clip: float,
 ) -> VerifyReport:
+    batch, loss = _input_for(build, seed, rows, length)
+    full = plan.num_backwards
+    return verify(
+        build,
+        plan,
+        loss=loss,
+        batch=batch,
+        windows=[full, max(1, full // 2), full],
+        max_grad_norm=clip or None,
+        seed=seed,
+        backend=backend,
+        plugins=loaded,
+    )
+
+
+def _input_for(build: Callable[[], nn.Module], seed: int, rows: int, length: int) -> tuple[Batch, Loss]:
+    """Random input that the model takes, and a loss over what it returns."""
     vocab = vocabulary_size(build())
     width = None if vocab else next((m.in_features for m in build().modules() if isinstance(m, nn.Linear)), None)
     if vocab is None and width is None:
@@ -85,23 +105,44 @@ def _report(
             return torch.randint(0, vocab, (rows, length), generator=generator)
         return torch.randn(rows, int(width or 1), generator=generator)
 
-    full = plan.num_backwards
-    return verify(
+    return batch, causal_lm_loss if vocab else squared_loss
+
+
+def _run_matrix(plan: ParallelPlan, loaded: LoadedPlugins, build: Callable[[], nn.Module], options: dict[str, Any]) -> bool:
+    """Every cell of the matrix; the first rank shows each as it comes."""
+    batch, loss = _input_for(build, options["seed"], options["rows"], options["length"])
+
+    def show(found: CellReport) -> None:
+        if _is_first() and not options["as_json"]:
+            click.echo(cell_line(found))
+
+    reports = verify_matrix(
         build,
-        plan,
-        loss=causal_lm_loss if vocab else squared_loss,
+        list(cells(plan, full=options["matrix"] == "full")),
+        loss=loss,
         batch=batch,
-        windows=[full, max(1, full // 2), full],
-        max_grad_norm=clip or None,
-        seed=seed,
-        backend=backend,
+        tolerance=options["tolerance"],
+        seed=options["seed"],
+        backend=backends(options["backend"]),
         plugins=loaded,
+        done=show,
     )
+    passed = all(found.passed for found in reports)
+    if _is_first() and options["as_json"]:
+        click.echo(json.dumps({"passed": passed, "cells": [{**attrs.asdict(found)} for found in reports]}))
+    elif _is_first():
+        ran = [found for found in reports if found.report is not None]
+        click.echo(f"{'verified' if passed else 'WRONG'}: {len(ran)} of {len(reports)} cells of {plan.describe()} against one process")
+    return passed
 
 
 def run_verify(plan: ParallelPlan, options: dict[str, Any]) -> int:
     """`mixle verify` on one rank."""
     loaded, build = load(options["model_spec"])
+    if options["matrix"]:
+        passed = _run_matrix(plan, loaded, build, options)
+        finish_processes()
+        return 0 if passed else 1
     wanted = {name: options[name] for name in ("as_json", "seed", "rows", "length", "clip", "tolerance")}
     passed = verified(plan, loaded, build, backend=backends(options["backend"]), **wanted)
     finish_processes()
