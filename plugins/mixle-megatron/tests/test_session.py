@@ -296,3 +296,28 @@ def test_rows_are_those_that_the_comparison_needs():
     counts = [int((rows(0, rank)[:, 1:] >= 0).sum()) for rank in (0, 1)]
     assert counts[0] != counts[1]
     assert rows(0, 0).shape == (2, LENGTH) and int(rows(0, 0).max()) < VOCAB
+
+
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+
+
+def attached_again() -> list[float]:
+    """Norms of one update, of a model that ran by itself before it was attached, twice."""
+    torch.set_num_threads(1)
+    net = model("tiny-moe", **BALANCED)()
+    norms = []
+    for scale in (1.0, 2.0**-6):
+        reduction = mx.attach(net, Plan(dp_replicate=2), backend="megatron", plugins=plugins(), seed=0)
+        loss, tokens = reduction.run([batch(0, 0, reduction.mesh.rank)], next_token_loss, loss_scale=scale)
+        norms.append(reduction.finish(tokens, float(loss), loss_scale=scale).norm())
+        reduction.zero()
+        reduction.close()
+        with torch.no_grad():
+            net(batch(0, 0, 0).clamp_min(0))
+    return norms
+
+
+def test_a_model_is_attached_again_and_its_inner_losses_follow_the_scale():
+    for outcome in run_ranks(attached_again, 2, reuse=True):
+        first, second = outcome.value
+        assert second == pytest.approx(first, rel=1e-5)

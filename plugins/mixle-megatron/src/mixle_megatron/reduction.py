@@ -37,7 +37,7 @@ class MegatronOwner:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         shell = require_megatron(model)
-        if shell.groups is None:  # no axis splits the model, so no executor built it
+        if shell.mesh is not mesh:  # no axis splits the model, so no executor built it for this plan
             axes = MegatronAxes()
             axes.apply(shell, self._layouts, mesh)
             self.run = axes.run  # losses that Megatron adds inside are scaled by its schedule
