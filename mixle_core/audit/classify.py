@@ -127,7 +127,9 @@ def _scaled(
 def _sums(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor], groups: Groups, tolerance: float) -> tuple[str, str] | None:
     """The values of the ranks of a group add up to the reference, or average to it."""
     for name, blocks in groups.items():
-        if any(len(ranks) < 2 for ranks in blocks) or not all(_alike(ranks, values, references) for ranks in blocks):
+        if any(len(ranks) < 2 or max(ranks) >= len(values) for ranks in blocks) or not all(
+            _alike(ranks, values, references) for ranks in blocks
+        ):
             continue
         sums = [(torch.stack([values[r] for r in ranks]).sum(0), references[ranks[0]], len(ranks)) for ranks in blocks]
         if all(_error(total, reference) <= tolerance for total, reference, _ in sums):

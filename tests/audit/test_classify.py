@@ -86,3 +86,9 @@ def test_non_finite_values_are_not_right():
 
 def test_the_groups_of_four_ranks():
     assert set(default_groups(4)) == {"0,1 | 2,3", "0,2 | 1,3", "0,1,2,3"}
+
+
+def test_one_assembled_gradient_has_a_cause_whatever_the_axes():
+    verdict = classify([draw(4, 3, seed=9)], [WHOLE], groups={"tp": [[0, 1]]})
+    assert verdict.kind == "not explained"
+    assert classify([2 * WHOLE], [WHOLE], groups={"tp": [[0, 1]]}).kind == "reduced twice"

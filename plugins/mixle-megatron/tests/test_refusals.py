@@ -300,6 +300,26 @@ def with_an_optimizer_of_its_own() -> int:
     return update
 
 
+def called_twice() -> None:
+    """A loss over two forwards of one microbatch: the last stage would take the first one's input again."""
+
+    def twice(module, ids):
+        (first, tokens), (second, _) = next_token_loss(module, ids), next_token_loss(module, ids)
+        return first + second, tokens
+
+    reduction = attach(model("tiny")(), Plan(pp=2), backend="megatron", seed=0, plugins=plugins())
+    reduction.run([batch(0, 0, 0)], twice)
+
+
+def test_a_loss_that_calls_the_module_twice_across_a_pipeline_is_refused_and_nobody_waits():
+    started = time.monotonic()
+    first, last = run_ranks(called_twice, 2, check=False, timeout_s=20)
+    assert time.monotonic() - started < 20
+    assert last.error == "UsageError"
+    assert "the loss called the module twice in one microbatch; across a pipeline it may call it once" in last.message
+    assert first.error == "RuntimeError"  # its peer has gone
+
+
 IN_TRAINING = {
     "a pipeline outside its schedule": (trained_outside, "UsageError", "a pipeline's stages train together: through a session, or through"),
     "rows that tp does not divide": (odd_rows, "UsageError", "rows of 7 positions; with sequence_parallel expected a multiple of tp=2"),

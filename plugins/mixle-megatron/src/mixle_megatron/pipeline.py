@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mixle_core import UsageError
 from mixle_core.runtime import Mesh
 
 
@@ -18,17 +19,23 @@ class _EndOfStage(Exception):  # noqa: N818 - no error: it ends a loss function 
 
 
 class _Stage(nn.Module):
-    """What a loss function calls on a stage that has no logits: the call ends the stage's part of the loss."""
+    """What a loss function calls: once for each microbatch; where there are no logits, the call ends this stage's part of the loss."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, last: bool) -> None:
         super().__init__()
-        self.__dict__["module"] = module
+        self.__dict__.update(module=module, last=last, called=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _EndOfStage(self.__dict__["module"](*args, **kwargs))
+        if self.__dict__["called"]:  # the other stages have ended theirs, and there is one input for a microbatch
+            raise UsageError("the loss called the module twice in one microbatch; across a pipeline it may call it once")
+        self.__dict__["called"] = True
+        output = self.__dict__["module"](*args, **kwargs)
+        if self.__dict__["last"]:
+            return output
+        raise _EndOfStage(output)
 
 
 class MegatronPipeline:
@@ -46,9 +53,10 @@ class MegatronPipeline:
 
     def run(self, shell: Any, module: nn.Module, microbatches: Sequence[Any], forward: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         """1F1B over `microbatches`; every stage calls the user's loss, which ends early on all but the last one."""
-        stage = module if self._last else _Stage(module)
+        stage = _Stage(module, last=self._last)
 
         def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+            stage.__dict__["called"] = False
             try:
                 output = forward(stage, next(iterator))
             except _EndOfStage as end:
