@@ -211,7 +211,7 @@ def report(plan, model, plugin, max_grad_norm=0.05):
 @pytest.mark.parametrize("model", list(MODELS))
 def test_a_pipeline_of_a_third_party_equals_one_process(model, plan):
     """Gradients, norms, loss and parameters of three updates, the second of them short; with and without a tied weight."""
-    for outcome in run_ranks(report, plan.world_size, plan, model, Pipeline(), timeout_s=90):
+    for outcome in run_ranks(report, plan.world_size, plan, model, Pipeline(), timeout_s=90, reuse=True):
         found = outcome.value
         assert found.passed(1e-5), found.updates
         assert [update.num_tokens for update in found.updates] == [
@@ -222,7 +222,7 @@ def test_a_pipeline_of_a_third_party_equals_one_process(model, plan):
 
 @pytest.mark.parametrize("plan", [PP, PP_DP], ids=["pp2", "pp2xdp2"])
 def test_a_tied_weight_that_nobody_sums_over_the_stages_does_not_pass(plan):
-    for outcome in run_ranks(report, plan.world_size, plan, "tied", Pipeline(owner="Forgets"), timeout_s=90):
+    for outcome in run_ranks(report, plan.world_size, plan, "tied", Pipeline(owner="Forgets"), timeout_s=90, reuse=True):
         first = outcome.value.updates[0]
         assert not outcome.value.passed(1e-5) and not first.copies_equal
         assert first.worst_gradient == "embed.weight" and first.gradient_error > 1e-2
