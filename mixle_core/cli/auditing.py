@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import nn
 
-from mixle_core.audit import AuditReport, Groups, audit
+from mixle_core.audit import AuditReport, Groups, Verdict, audit
 from mixle_core.cli.inputs import causal_lm_loss, squared_loss
 from mixle_core.cli.report import console
 from mixle_core.cli.running import finish_processes
@@ -101,10 +102,17 @@ def _sync(model: Any, *, now: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """For JSON, which knows no infinity and no NaN: they become null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in attrs.asdict(verdict).items()
+    }
+
+
 def _show(reports: Sequence[AuditReport], passed: bool, *, as_json: bool) -> None:
     if as_json:
-        found = [{"microbatches": r.microbatches, "wrong": {n: attrs.asdict(v) for n, v in r.wrong.items()}} for r in reports]
-        click.echo(json.dumps({"passed": passed, "windows": found}))
+        found = [{"microbatches": r.microbatches, "wrong": {n: _plain(v) for n, v in r.wrong.items()}} for r in reports]
+        click.echo(json.dumps({"passed": passed, "windows": found}, allow_nan=False))
         return
     for report in reports:
         title = f"{report.microbatches} microbatch{'es' if report.microbatches > 1 else ''}"

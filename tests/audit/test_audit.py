@@ -128,6 +128,14 @@ def test_the_command_passes_a_clean_model_as_json():
     assert json.loads(done.stdout) == {"passed": True, "windows": [{"microbatches": n, "wrong": {}} for n in (1, 2)]}
 
 
+def test_what_has_no_gradient_is_json_all_the_same():
+    done = command("targets:never_trained", "--reference", "targets:reference", "--tp", "2", "--microbatches", "1", "--json")
+    assert done.returncode == 1, done.stderr
+    (window,) = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))["windows"]
+    (verdict,) = window["wrong"].values()
+    assert (verdict["kind"], verdict["error"], verdict["ratio"]) == ("never trained", None, None)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
