@@ -104,9 +104,7 @@ def _sync(model: Any, *, now: bool) -> AbstractContextManager[Any]:
 
 def _plain(verdict: Verdict) -> dict[str, Any]:
     """For JSON, which knows no infinity and no NaN: they become null."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in attrs.asdict(verdict).items()
-    }
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in attrs.asdict(verdict).items()}
 
 
 def _show(reports: Sequence[AuditReport], passed: bool, *, as_json: bool) -> None:
