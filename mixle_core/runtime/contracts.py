@@ -41,8 +41,7 @@ class Owner(Protocol):
     """Reduces the gradients of its rows over all their pending axes, once per update. Parameters are plain local tensors.
 
     One that leaves state sharded which a plain optimizer cannot step may have `build_optimizer(factory, names)`: an
-    optimizer over the parameters of `names`, whose inner one `factory` makes, and whose `step()` does not clip. One whose
-    library adds terms to the loss inside may have `run`, as an AxisExecutor.
+    optimizer over the parameters of `names`, whose inner one `factory` makes, and whose `step()` does not clip.
     """
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:

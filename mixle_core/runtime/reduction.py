@@ -163,14 +163,14 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int) -> Reduc
             module = owners[name].install(module, tuple(row for row in rows if held(row.name)), mesh)
     data = {axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")}
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
-    return Reduction(model, module, won, mesh, owners, seed, _only_schedule([*executors, *owners.values()]))
+    return Reduction(model, module, won, mesh, owners, seed, _only_schedule(executors))
 
 
-def _only_schedule(winners: Sequence[AxisExecutor | Owner]) -> Any:
-    """The `run` of the executor or owner that has one."""
-    schedules = [winner.run for winner in winners if hasattr(winner, "run")]
+def _only_schedule(executors: Sequence[AxisExecutor]) -> Any:
+    """The `run` of the executor that has one."""
+    schedules = [executor.run for executor in executors if hasattr(executor, "run")]
     if len(schedules) > 1:
-        raise CapabilityError("two winners bring a schedule of microbatches; way out: execute all axes with plugins of one backend")
+        raise CapabilityError("two executors bring a schedule of microbatches; way out: execute all axes with plugins of one backend")
     return schedules[0] if schedules else None
 
 
@@ -256,7 +256,8 @@ class Reduction:
     def run(self, microbatches: Sequence[Any], loss: Loss, *, loss_scale: float = 1.0, last: bool = True) -> tuple[torch.Tensor, int]:
         """Forward and backward of a batch's microbatches, each in its turn, or as the schedule of a pipeline has them.
 
-        Without gradients (under `torch.no_grad()`), forwards only.
+        Without gradients (under `torch.no_grad()`), forwards only. A model that adds losses of its own inside may have
+        `set_loss_scale(scale)`: it is told before the forwards, and 1.0 afterwards.
 
         Args:
             loss: `(module, microbatch) -> (summed loss, number of loss tokens)`.
@@ -279,6 +280,23 @@ class Reduction:
             total.add_(value.detach().double())  # stays on the device: reading it would wait for every microbatch
             return value
 
+        tell = getattr(self.model, "set_loss_scale", lambda scale: None)
+        tell(loss_scale)
+        try:
+            return self._run(microbatches, forward, total, counts, loss_scale, last=last)
+        finally:
+            tell(1.0)
+
+    def _run(
+        self,
+        microbatches: Sequence[Any],
+        forward: Callable[[nn.Module, Any], torch.Tensor],
+        total: torch.Tensor,
+        counts: list[int],
+        loss_scale: float,
+        *,
+        last: bool,
+    ) -> tuple[torch.Tensor, int]:
         if self._schedule is not None:
             with self.no_sync():  # a schedule ends with all its backwards; what is to be reduced is reduced at the end
                 self._schedule(self.module, microbatches, forward, loss_scale)

@@ -267,7 +267,7 @@ def test_the_schedule_is_that_of_the_only_executor_that_has_one():
 
 
 def test_two_executors_with_schedules_are_refused_on_every_rank():
-    text = "two winners bring a schedule of microbatches; way out: execute all axes with plugins of one backend"
+    text = "two executors bring a schedule of microbatches; way out: execute all axes with plugins of one backend"
     for outcome in run_ranks(executed, 4, {"pp": "Stages", "tp": "SecondSchedule"}, timeout_s=60, check=False):
         assert (outcome.error, outcome.message) == ("CapabilityError", text)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mixle_megatron._upstream import _RANKS, _STATE
-from mixle_megatron.groups import AXES_OF, group_sizes, mesh_groups
+from mixle_megatron.groups import AXES_OF, mesh_groups
 
 import mixle_core as mx
 from mixle_core.errors import PlanError
@@ -137,13 +137,6 @@ def test_every_member_of_a_group_asks_for_the_same_group():
                 for rank in range(plan.world_size):
                     ranks = plan.group_ranks(rank, axes)
                     assert rank in ranks and all(plan.group_ranks(other, axes) == ranks for other in ranks), (plan.describe(), axes)
-
-
-def test_group_sizes_are_those_of_the_groups():
-    for plan in plans()[::499]:
-        sizes = group_sizes(plan)
-        assert sizes["dp_cp"] == plan.data_size and sizes["expt_dp"] == plan.size("edp")
-        assert sizes == {field: len(plan.group_ranks(plan.world_size - 1, axes)) for field, axes in AXES_OF.items()}
 
 
 def test_what_the_plan_refuses_megatron_refuses_as_well():

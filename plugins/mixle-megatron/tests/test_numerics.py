@@ -126,3 +126,26 @@ def test_dropout_leaves_copies_equal(name):
     for outcome in run_ranks(verified, DENSE[name].world_size, "tiny-tied", DENSE[name], fields, "next_token_loss", {}, reuse=True):
         assert all(update.copies_equal for update in outcome.value.updates)
         assert outcome.value.updates[0].gradient_error > 1e-3  # the masks are drawn
+
+
+ROUTING = {
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "z loss": {"moe_z_loss_coeff": 0.1},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+}
+
+
+@pytest.mark.parametrize("name", ["ep2", "dp2xpp2"])
+@pytest.mark.parametrize("kind", ["aux_loss", "z loss", "capacity"])
+def test_what_routers_add_and_drop_where_each_rank_sees_whole_rows(kind, name):
+    check("tiny-moe", EXPERTS[name], fields=ROUTING[kind])
+
+
+@pytest.mark.parametrize("name", ["ep2", "tp2-sp"])
+def test_the_other_token_dispatcher(name):
+    check("tiny-moe", EXPERTS[name], fields=ROUTING["allgather"])
+
+
+def test_an_output_gate_of_attention():
+    check("tiny", DENSE["tp2"], fields={"attention_output_gate": True})

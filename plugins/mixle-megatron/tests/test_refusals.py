@@ -109,6 +109,15 @@ def virtual_pipeline(**fields: Any) -> nn.Module:
     return shell
 
 
+SPLIT = Plan(tp=2, sequence_parallel=True)
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+def balanced(kind: str) -> dict[str, Any]:
+    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
+
+
 PLAIN = {
     "cp": (
         "tiny",
@@ -151,6 +160,33 @@ PLAIN = {
         mx.MixleError,
         "backend megatron needs a MegatronModel, whose layers are Megatron-Core's own; build the model with mixle_megatron.MegatronModel",
     ),
+    **{
+        name: (size, plan, fields, mx.MixleError, text)
+        for name, size, plan, fields, text in [
+            (
+                "half-precision parameters",
+                "tiny",
+                Plan(dp_shard=2),
+                {"params_dtype": torch.bfloat16},
+                "is torch.bfloat16: parameters",
+            ),
+            ("the flag bf16", "tiny", Plan(tp=2), {"bf16": True}, "config.bf16=True: parameters in half precision"),
+            ("its own recomputation", "tiny", Plan(tp=2), RECOMPUTED, "recompute_granularity='full': Megatron's own recomputation"),
+            ("dropout and recomputation", "tiny", Plan(tp=2, activation_checkpointing=True), {"hidden_dropout": 0.1}, "draw other masks"),
+            ("aux_loss on tp", "tiny-moe", SPLIT, balanced("aux_loss"), "aux_loss with tp=2: Megatron 0.16 divides it by tp twice"),
+            ("seq_aux_loss on tp", "tiny-moe", SPLIT, balanced("seq_aux_loss"), "seq_aux_loss with tp=2: Megatron 0.16 divides it by"),
+            ("z loss on tp", "tiny-moe", SPLIT, {"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff with tp=2: Megatron 0.16 divides it by tp"),
+            ("global_aux_loss", "tiny-moe", Plan(dp_replicate=2), balanced("global_aux_loss"), "global_aux_loss weighs tokens of all data"),
+            ("capacity on tp", "tiny-moe", SPLIT, {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor with tp=2"),
+            (
+                "expert bias",
+                "tiny-moe",
+                Plan(dp_replicate=2),
+                BIASED,
+                "moe_router_enable_expert_bias=True moves the router by token counts",
+            ),
+        ]
+    },
     "virtual pipeline": (
         "virtual_pipeline",
         Plan(pp=2),

@@ -88,6 +88,9 @@ def groups_in_effect(groups: Any) -> Iterator[None]:
     """Let Megatron's global state name `groups` (a ProcessGroupCollection), for the parts that take no groups as arguments."""
     from megatron.core import parallel_state
 
+    if all(getattr(parallel_state, name, None) is getattr(groups, field, None) for name, field in _STATE.items()):
+        yield  # as at every forward of the model that trains
+        return
     before = set_groups(groups)
     try:
         yield
@@ -300,13 +303,13 @@ def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.random.set_rng_state(before)
 
 
-def unscaled_inner_losses() -> None:
-    """Let the losses that routers and further-token heads add inside count once: a schedule of another model may have scaled them."""
+def scale_inner_losses(scale: float) -> None:
+    """Multiply the losses that routers and further-token heads add inside; the scale is Megatron's, for all models of the process."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
-        scaler.set_loss_scale(torch.ones(1))
+        scaler.set_loss_scale(torch.full((1,), scale))
 
 
 class NumberedModules(nn.ModuleList):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mixle_core import ParallelPlan
 from mixle_core.runtime import Mesh, solo_group
 from mixle_megatron._upstream import Alone
 
@@ -66,8 +65,3 @@ def solo_groups(owner: str) -> Any:
     for field in AXES_OF:
         setattr(groups, field, alone)
     return _with_aliases(groups)
-
-
-def group_sizes(plan: ParallelPlan) -> dict[str, int]:
-    """Field of the collection -> number of ranks, for any plan and without a process group."""
-    return {field: len(plan.group_ranks(0, axes)) for field, axes in AXES_OF.items()}

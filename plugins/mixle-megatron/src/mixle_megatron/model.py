@@ -17,8 +17,8 @@ from mixle_megatron._upstream import (
     recorded_initialisers,
     redirect_recomputation,
     require_version,
+    scale_inner_losses,
     seed_random_states,
-    unscaled_inner_losses,
     use_cpu,
 )
 from mixle_megatron.groups import lone_groups, solo_groups
@@ -62,6 +62,7 @@ class MegatronModel(nn.Module):
         self.pipeline: Pipeline | None = None
         self.mesh: Mesh | None = None
         self.scheduled = False
+        self._loss_scale = 1.0
         self._seeded = False
         self.owned: dict[str, tuple[nn.Parameter, slice | None]] = {}
         self.module = build_whole(config, provider, ParallelPlan())
@@ -75,6 +76,10 @@ class MegatronModel(nn.Module):
     def config(self) -> Any:
         """The TransformerConfig of the part that this rank holds."""
         return self.local.config
+
+    def set_loss_scale(self, scale: float) -> None:
+        """What the loss is multiplied with before backward: the losses that routers and further-token heads add inside follow."""
+        self._loss_scale = scale
 
     @property
     def vocab_size(self) -> int:
@@ -112,8 +117,8 @@ class MegatronModel(nn.Module):
                 raise UsageError("a pipeline's stages train together: through a session, or through reduction.run(microbatches, loss)")
             return self.pipeline.evaluate(self, arguments)
         self._seed_random_states()
-        if not self.scheduled and torch.is_grad_enabled():
-            unscaled_inner_losses()
+        if not self.scheduled and torch.is_grad_enabled():  # a schedule does it itself
+            scale_inner_losses(self._loss_scale)
         if self.groups is None:
             # a whole model that runs by itself: its parallel layers ask Megatron's global state for groups of one rank
             self.groups = solo_groups("megatron.alone")

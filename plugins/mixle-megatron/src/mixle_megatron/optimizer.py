@@ -40,6 +40,8 @@ class SteppedByMegatron(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update with the gradients as they are."""
+        if closure is not None:
+            raise CapabilityError("step(closure): Megatron's optimizers take none; run the backward before step()")
         for megatron, _ in self._parts:
             megatron.prepare_grads()
         self._drop_unused({id(parameter) for parameter in self._unused()})

@@ -59,27 +59,14 @@ def own_axis(model: Any, plan: ParallelPlan, layouts: Layouts) -> tuple[AxisClai
 @hookimpl
 def own_reduction(model: Any, plan: ParallelPlan, layouts: Layouts) -> Claim | Refusal | None:
     """Claim all trainable parameters of a MegatronModel: its gradients lie in Megatron's buffers, also those that are final."""
+    from mixle_megatron.limits import refusals
     from mixle_megatron.reduction import MegatronOwner
 
     if not _is_ours(model):
         return _NOT_OURS
-    if plan.precision != "fp32":
-        return Refusal(
-            f"precision={plan.precision}: Megatron's linear layers keep fp32 weights and bf16 activations apart only under CUDA autocast, "
-            "so this is unverified",
-            "use precision='fp32'",
-        )
-    dropout = max(model.base_config.hidden_dropout, model.base_config.attention_dropout)
-    if plan.activation_checkpointing and dropout:
-        return Refusal(
-            f"activation_checkpointing=True with dropout {dropout}: recomputation would draw other masks from Megatron's random states",
-            "set hidden_dropout and attention_dropout to 0, or leave recomputation out",
-        )
-    if plan.dp_replicate > 1 and plan.dp_shard > 1:
-        return Refusal(
-            "dp_replicate and dp_shard above 1 are several instances of Megatron's distributed optimizer, unverified without CUDA",
-            "put all data ranks on dp_shard (sharded optimizer state) or on dp_replicate",
-        )
+    declined = next(refusals(model.base_config, plan, layouts), None)
+    if declined is not None:
+        return declined
     return Claim(
         owner=partial(MegatronOwner, plan, layouts),
         parameters=layouts.trainable,

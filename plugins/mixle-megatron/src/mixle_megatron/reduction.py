@@ -38,9 +38,7 @@ class MegatronOwner:
 
         shell = require_megatron(model)
         if shell.mesh is not mesh:  # no axis splits the model, so no executor built it for this plan
-            axes = MegatronAxes()
-            axes.apply(shell, self._layouts, mesh)
-            self.run = axes.run  # losses that Megatron adds inside are scaled by its schedule
+            MegatronAxes().apply(shell, self._layouts, mesh)
         self._mesh = mesh
         self._rows = {row.name: row for row in rows}
         bound = logical_parameters(shell, self._layouts.transparent)
