@@ -158,7 +158,6 @@ SHARDED = ["--dp", "2", "--sync", "last", "--microbatches", "1,2"]
 @pytest.mark.parametrize(("words", "numbers"), [([], [1, 2, 4]), (SHARDED, [1, 2])], ids=["tp2", "fsdp2xtp2-put-off"])
 def test_the_fault_in_transformers_is_found_unaided(words, numbers):
     """C01: q/k norms of Qwen3 under its TP plan: right with one microbatch, reduced again at each of several."""
-    pytest.importorskip("transformers")
     done = command("qwen3_by_transformers:parallel", "--reference", "qwen3_by_transformers:reference", "--tp", "2", "--json", *words)
     assert done.returncode == 1, done.stderr
     windows = json.loads(done.stdout.splitlines()[-1])["windows"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from mixle_megatron_fsdp import measure
 from mixle_megatron_fsdp._upstream import redirect_cuda
 
 from mixle_core.testing import run_ranks
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed")
 
 EXACT = 1e-5
 DATA_PARALLEL = {

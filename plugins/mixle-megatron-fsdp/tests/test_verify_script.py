@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ def test_without_gpus_it_ends_with_2_and_says_so():
     assert "process 0 finds 0 GPUs; each process needs its own" in done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed")
 def test_its_rehearsal_finds_what_was_measured():
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*LAUNCH, SCRIPT, "--rehearse"], capture_output=True, text=True, timeout=120, check=False, env=env)
