@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from mixle_core.audit.compare import relative_error
+
 TOLERANCE = 1e-4
 """Relative error up to which values are equal; kinds of fault are at least a factor or a missing term apart."""
 
@@ -88,7 +90,7 @@ def classify(
     references = [value.double() for value in wanted if value is not None]
     if any(v.shape != w.shape for v, w in zip(values, references, strict=True)):
         return Verdict(NOT_EXPLAINED, None, math.inf, "the shape is neither that of the reference nor of a slice of it")
-    errors = [_error(v, w) for v, w in zip(values, references, strict=True)]
+    errors = [relative_error(v, w) for v, w in zip(values, references, strict=True)]
     worst = max(errors)
     ratios = [_ratio(v, w) for v, w in zip(values, references, strict=True)]
     if worst <= tolerance:
@@ -114,7 +116,7 @@ def _scaled(
 ) -> tuple[str, str] | None:
     """All ranks hold the reference times one constant."""
     factor = ratios[0]
-    if any(_error(v, factor * w) > tolerance * max(1.0, abs(factor)) for v, w in zip(values, references, strict=True)):
+    if any(relative_error(v, factor * w) > tolerance * max(1.0, abs(factor)) for v, w in zip(values, references, strict=True)):
         return None
     for size in sizes:
         if abs(factor - size) <= tolerance * size:
@@ -132,9 +134,9 @@ def _sums(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor], gr
         ):
             continue
         sums = [(torch.stack([values[r] for r in ranks]).sum(0), references[ranks[0]], len(ranks)) for ranks in blocks]
-        if all(_error(total, reference) <= tolerance for total, reference, _ in sums):
+        if all(relative_error(total, reference) <= tolerance for total, reference, _ in sums):
             return MISSING_SUM, f"the values of ranks {name} add up to the reference; each has its own term"
-        if all(_error(total / size, reference) <= tolerance for total, reference, size in sums):
+        if all(relative_error(total / size, reference) <= tolerance for total, reference, size in sums):
             return MISSING_SUM, f"the values of ranks {name} average to the reference; each has its own"
     return None
 
@@ -164,7 +166,7 @@ def _again(
             predicted = torch.zeros_like(total)
             for term in terms:
                 predicted = predicted * size + scale * term
-            close = close and _error(value, predicted) <= tolerance
+            close = close and relative_error(value, predicted) <= tolerance
         if close:
             powers = ", ".join(str(size**n) for n in reversed(range(len(single))))
             return REDUCED_AGAIN, f"microbatches count {powers} times: what was accumulated is summed over {size} ranks again at each one"
@@ -174,16 +176,9 @@ def _again(
 def _drifting(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor], tolerance: float) -> tuple[str, str] | None:
     """Ranks that should hold the same values do not."""
     for (i, one), (j, other) in itertools.combinations(enumerate(values), 2):
-        if one.shape == other.shape and torch.equal(references[i], references[j]) and _error(one, other) > tolerance:
-            return DRIFTING, f"ranks {i} and {j} differ by {_error(one, other):.3g}, and no sum over ranks gives the reference"
+        if one.shape == other.shape and torch.equal(references[i], references[j]) and relative_error(one, other) > tolerance:
+            return DRIFTING, f"ranks {i} and {j} differ by {relative_error(one, other):.3g}, and no sum over ranks gives the reference"
     return None
-
-
-def _error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    scale = float(reference.norm())
-    difference = float((value - reference).norm())
-    error = difference / scale if scale else difference
-    return error if math.isfinite(error) else math.inf
 
 
 def _ratio(value: torch.Tensor, reference: torch.Tensor) -> float:

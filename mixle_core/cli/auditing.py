@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -18,13 +18,13 @@ from rich.table import Table
 from torch import nn
 
 from mixle_core.audit import AuditReport, Groups, Verdict, audit
-from mixle_core.cli.inputs import causal_lm_loss, squared_loss
+from mixle_core.cli.inputs import random_input
 from mixle_core.cli.report import console
 from mixle_core.cli.running import finish_processes
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.runtime.groups import start_processes
-from mixle_core.runtime.models import callable_named, vocabulary_size
+from mixle_core.runtime.models import callable_named
 
 
 def run_audit(plan: ParallelPlan, options: dict[str, Any]) -> int:
@@ -36,7 +36,11 @@ def run_audit(plan: ParallelPlan, options: dict[str, Any]) -> int:
     if not isinstance(reference, nn.Module) or not isinstance(model, nn.Module):
         odd = "--reference" if not isinstance(reference, nn.Module) else "TARGET"
         raise UsageError(f"{odd}: the callable returned no torch.nn.Module; expected a model")
-    draw, loss = _input_of(reference, options)
+    make, loss = random_input(reference, options["rows"] * options["dp"], options["length"], "audit")
+
+    def draw(index: int) -> torch.Tensor:
+        return make(torch.Generator().manual_seed(options["seed"] * 1_000_003 + index))
+
     groups = {axis: sorted({plan.group_ranks(rank, [axis]) for rank in range(plan.world_size)}) for axis in ("tp", "dp_replicate")}
     named: Groups = {axis.removesuffix("_replicate"): blocks for axis, blocks in groups.items() if len(blocks[0]) > 1}
     window = partial(_window, model, loss=loss, data_rank=data_rank, data_size=data_size, put_off=options["sync"] == "last")
@@ -58,23 +62,6 @@ def _built(spec: str, what: str, plan: ParallelPlan) -> Any:
     takes = inspect.signature(function).parameters
     sizes = {"tp": plan.tp, "dp": plan.dp_replicate}
     return function(**{name: size for name, size in sizes.items() if name in takes})
-
-
-def _input_of(model: nn.Module, options: dict[str, Any]) -> tuple[Callable[[int], torch.Tensor], Callable[..., Any]]:
-    """What draws the rows of a microbatch (all data ranks'), and the loss over them."""
-    vocab = vocabulary_size(model)
-    rows, length = options["rows"] * options["dp"], options["length"]
-    width = None if vocab else next((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), None)
-    if vocab is None and width is None:
-        raise UsageError("audit: the reference has neither an embedding nor a Linear, so no input can be made for it")
-
-    def draw(index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(options["seed"] * 1_000_003 + index)
-        if vocab is not None:
-            return torch.randint(0, vocab, (rows, length), generator=generator)
-        return torch.randn(rows, int(width or 1), generator=generator)
-
-    return draw, causal_lm_loss if vocab else squared_loss
 
 
 def _window(

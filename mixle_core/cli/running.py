@@ -15,14 +15,12 @@ from torch import nn
 from mixle_core.audit import CellReport, VerifyReport, cells, verify, verify_matrix
 from mixle_core.audit.matrix import TOLERANCE
 from mixle_core.audit.verify import Batch
-from mixle_core.cli.inputs import causal_lm_loss, squared_loss
+from mixle_core.cli.inputs import random_input
 from mixle_core.cli.options import backends, load
 from mixle_core.cli.report import cell_line, console, verify_table
-from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import LoadedPlugins
 from mixle_core.runtime.contracts import Loss
-from mixle_core.runtime.models import vocabulary_size
 
 
 def _is_first() -> bool:
@@ -94,18 +92,12 @@ def _report(
 
 def _input_for(build: Callable[[], nn.Module], seed: int, rows: int, length: int) -> tuple[Batch, Loss]:
     """Random input that the model takes, and a loss over what it returns."""
-    vocab = vocabulary_size(build())
-    width = None if vocab else next((m.in_features for m in build().modules() if isinstance(m, nn.Linear)), None)
-    if vocab is None and width is None:
-        raise UsageError("verify: the model has neither an embedding nor a Linear, so no input can be made for it")
+    draw, loss = random_input(build(), rows, length, "verify")
 
     def batch(update: int, backward: int, data_rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(hash((seed, update, backward, data_rank)) % 2**63)
-        if vocab is not None:
-            return torch.randint(0, vocab, (rows, length), generator=generator)
-        return torch.randn(rows, int(width or 1), generator=generator)
+        return draw(torch.Generator().manual_seed(hash((seed, update, backward, data_rank)) % 2**63))
 
-    return batch, causal_lm_loss if vocab else squared_loss
+    return batch, loss
 
 
 def _run_matrix(plan: ParallelPlan, loaded: LoadedPlugins, build: Callable[[], nn.Module], options: dict[str, Any]) -> bool:
@@ -129,7 +121,7 @@ def _run_matrix(plan: ParallelPlan, loaded: LoadedPlugins, build: Callable[[], n
     )
     passed = all(found.passed for found in reports)
     if _is_first() and options["as_json"]:
-        click.echo(json.dumps({"passed": passed, "cells": [{**attrs.asdict(found)} for found in reports]}))
+        click.echo(json.dumps({"passed": passed, "cells": [attrs.asdict(found) for found in reports]}))
     elif _is_first():
         ran = [found for found in reports if found.report is not None]
         click.echo(f"{'verified' if passed else 'WRONG'}: {len(ran)} of {len(reports)} cells of {plan.describe()} against one process")
