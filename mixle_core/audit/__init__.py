@@ -1,12 +1,25 @@
-"""Comparing distributed training with one process, by name."""
+"""Comparing distributed training with one process, by name.
+
+`audit` and what it needs come without the runtime; `verify` and the matrix load it when first used.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mixle_core.audit.classify import KINDS, Groups, Verdict, classify
-from mixle_core.audit.compare import assemble, relative_error
-from mixle_core.audit.matrix import Cell, CellReport, cells, verify_matrix
-from mixle_core.audit.verify import UpdateReport, VerifyReport, reference_model, verify
+from mixle_core.audit.compare import assemble, assemble_copies, relative_error
 from mixle_core.audit.window import AuditReport, audit
+
+if TYPE_CHECKING:
+    from mixle_core.audit.matrix import Cell, CellReport, cells, verify_matrix
+    from mixle_core.audit.verification import UpdateReport, VerifyReport, reference_model, verify
+
+_LATER = {
+    **dict.fromkeys(("Cell", "CellReport", "cells", "verify_matrix"), "mixle_core.audit.matrix"),
+    **dict.fromkeys(("UpdateReport", "VerifyReport", "reference_model", "verify"), "mixle_core.audit.verification"),
+}
 
 __all__ = [
     "KINDS",
@@ -18,6 +31,7 @@ __all__ = [
     "Verdict",
     "VerifyReport",
     "assemble",
+    "assemble_copies",
     "audit",
     "cells",
     "classify",
@@ -26,3 +40,9 @@ __all__ = [
     "verify",
     "verify_matrix",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'mixle_core.audit' has no attribute {name!r}")

@@ -37,21 +37,43 @@ def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]
     Returns:
         The whole tensor (global shape), or None when no rank has one; and whether all copies are equal to the bit.
     """
+    wholes = list(assemble_copies(plan, row, pieces).values())
+    return (None if any(whole is None for whole in wholes) else wholes[0]), all(whole is wholes[0] for whole in wholes)
+
+
+def assemble_copies(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+    """Rank -> the whole tensor (global shape) that its slice is a part of, for every rank that holds one.
+
+    Ranks with copies of one slice belong to different wholes, so that copies that drifted apart are not mixed. Where all copies
+    are equal to the bit there is one whole for all ranks.
+    """
     held = {rank: piece for rank, piece in enumerate(pieces) if row.held_by(plan, rank)}
-    if all(piece is None for piece in held.values()):
-        return None, True
     if any(piece is None for piece in held.values()):
-        return None, False
+        missing = all(piece is None for piece in held.values())
+        return {rank: None if missing or piece is None else piece for rank, piece in held.items()}
     view = mesh_axes((*row.roles, *row.pending))
     whole_here = all(piece is not None and tuple(piece.shape) == row.local_shape for piece in held.values())
     stored = () if whole_here else row.stored  # an owner may keep gradients and state sharded, and parameters whole
     cut = [axis for axis in view if plan.size(axis) > 1 and (axis in stored or isinstance(row.roles.get(axis), Shard))]
     by_slice: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    copy_of: dict[int, int] = {}
     for rank, piece in held.items():
         at = plan.coordinates(rank, view)
-        by_slice.setdefault(tuple(at[axis] for axis in cut), []).append(piece)  # type: ignore[arg-type]
-    equal = all(torch.equal(copy, copies[0]) for copies in by_slice.values() for copy in copies[1:])
-    whole = {position: copies[0] for position, copies in by_slice.items()}
+        copies = by_slice.setdefault(tuple(at[axis] for axis in cut), [])
+        copy_of[rank] = len(copies)
+        copies.append(piece)  # type: ignore[arg-type]
+    if all(torch.equal(copy, copies[0]) for copies in by_slice.values() for copy in copies[1:]):
+        whole = _put_together({position: copies[0] for position, copies in by_slice.items()}, row, cut, stored)
+        return dict.fromkeys(held, whole)
+    number = max(map(len, by_slice.values()))
+    wholes = [
+        _put_together({position: copies[min(n, len(copies) - 1)] for position, copies in by_slice.items()}, row, cut, stored)
+        for n in range(number)
+    ]
+    return {rank: wholes[copy_of[rank]] for rank in held}
+
+
+def _put_together(whole: dict[tuple[int, ...], torch.Tensor], row: Row, cut: Sequence[str], stored: tuple[str, ...]) -> torch.Tensor:
     # what was cut last is joined first: stored axes, then the innermost of the others
     for depth in sorted(range(len(cut)), key=lambda depth: (cut[depth] not in stored, -depth)):
         axis = cut[depth]
@@ -64,7 +86,7 @@ def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]
         role = row.roles.get(axis)
         whole = {position: _join(slices, role if isinstance(role, Shard) else Shard(0)) for position, slices in grouped.items()}
     (tensor,) = whole.values()
-    return _shaped(tensor, row), equal
+    return _shaped(tensor, row)
 
 
 def _shaped(tensor: torch.Tensor, row: Row) -> torch.Tensor:

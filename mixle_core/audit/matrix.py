@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from mixle_core.audit.verify import Batch, VerifyReport, verify
+from mixle_core.audit.verification import Batch, VerifyReport, verify
 from mixle_core.errors import CapabilityError, LayoutError
 from mixle_core.plan import ParallelPlan
 from mixle_core.runtime.models import Plugins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,20 +11,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from mixle_core.audit.classify import NOT_EXPLAINED, RIGHT, TOLERANCE, Groups, Verdict, classify
+from mixle_core.audit.classify import NOT_EXPLAINED, RIGHT, TOLERANCE, Groups, Verdict, classify, default_groups
 from mixle_core.errors import UsageError
 from mixle_core.layout import logical_name
 
 Window = Callable[[Sequence[Any]], Mapping[str, torch.Tensor | None]]
 """Runs forward and backward of some microbatches without an optimizer; returns name -> final gradient as it lies on this rank."""
 
+Assemble = Callable[[str, Sequence[torch.Tensor | None]], Mapping[int, torch.Tensor | None]]
+"""Takes a name and what each rank handed over; returns rank -> the whole gradient of which the rank holds a part."""
+
 
 @attrs.frozen
 class AuditReport:
-    """One window of a parallel model against one process: a verdict for each parameter of the reference, by name."""
+    """One window of a parallel model against one process: a verdict for each parameter of the reference, by name.
+
+    Args:
+        drifted: names of which ranks hold copies that are not equal to the bit, however close to the reference.
+        zeros: names with zeros for a gradient where one process has none: an optimizer with weight decay would move them.
+    """
 
     microbatches: int
     verdicts: Mapping[str, Verdict]
+    drifted: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     @property
     def wrong(self) -> dict[str, Verdict]:
@@ -48,6 +59,7 @@ def audit(
     *,
     groups: Groups | None = None,
     tolerance: float = TOLERANCE,
+    whole: Assemble | None = None,
 ) -> AuditReport:
     """Classify every parameter's gradient after one accumulation window. Collective over the default process group.
 
@@ -59,6 +71,8 @@ def audit(
         names: name in the parallel model -> name in the reference; wrapper segments are dropped before.
         groups: of ranks that may have reduced together; None tries neighbours and equal distances.
         tolerance: relative error that is right.
+        whole: puts together what ranks hold slices of, for who knows how it is cut; None takes a slice for the part of the
+            reference that it looks most like.
 
     Raises:
         UsageError: no microbatch; a gradient of the parallel model that the reference has no name for.
@@ -67,7 +81,6 @@ def audit(
         raise UsageError("audit: no microbatch; expected at least one")
     seen = _named(window(batches), names)
     wanted = _named(reference(batches), None)
-    single = [_named(reference([batch]), None) for batch in batches] if len(batches) > 1 else []
     everyone = _gathered(seen)
     unknown = sorted({name for theirs in everyone for name in theirs} - wanted.keys())
     if unknown:
@@ -75,16 +88,44 @@ def audit(
             f"audit: the reference has no parameter {unknown[0]!r} ({len(unknown)} such); pass names, from names of the parallel model to "
             "those of the reference"
         )
-    verdicts = {}
-    for name, whole in wanted.items():
+    # a microbatch alone is only needed to explain what is wrong, and takes no collective
+    alone = functools.cache(lambda: [_named(reference([batch]), None) for batch in batches] if len(batches) > 1 else [])
+    sides = groups if groups is not None else default_groups(len(everyone))
+    verdicts, drifted, zeros = {}, [], []
+    for name, reference_gradient in wanted.items():
         values = [theirs.get(name) for theirs in everyone]
-        cut = [_slice(value, whole) for value in values]
-        if any(piece is None for piece in cut):
+        if whole is not None:
+            values = list(whole(name, values).values())
+        cut = [_slice(value, reference_gradient) if whole is None else _WHOLE for value in values]
+        places = [place for place in cut if place is not None]
+        if len(places) < len(cut):
             verdicts[name] = Verdict(NOT_EXPLAINED, None, float("inf"), "its shape is no slice of the reference's")
             continue
-        terms = [[_like(one[name], where) for where in cut if where is not None] for one in single]
-        verdicts[name] = classify(values, [_like(whole, where) for where in cut if where is not None], terms, groups, tolerance)
-    return AuditReport(len(batches), verdicts)
+        equal = _equal_copies(values, places)
+        if not equal:
+            drifted.append(name)
+        elif len(set(places)) == 1:
+            values, places = values[:1], places[:1]
+        found = classify(values, [_like(reference_gradient, place) for place in places], (), sides, tolerance)
+        if found.kind != RIGHT and len(batches) > 1:
+            terms = [[_like(one[name], place) for place in places] for one in alone()]
+            found = classify(values, [_like(reference_gradient, place) for place in places], terms, sides, tolerance)
+        if reference_gradient is None and found.kind == RIGHT and any(value is not None for value in values):
+            zeros.append(name)
+        verdicts[name] = found
+    return AuditReport(len(batches), verdicts, tuple(drifted), tuple(zeros))
+
+
+def _equal_copies(values: Sequence[torch.Tensor | None], places: Sequence[_Where]) -> bool:
+    """Whether ranks that hold the same part hold the same values, to the bit."""
+    first: dict[_Where, torch.Tensor | None] = {}
+    for value, place in zip(values, places, strict=True):
+        known = first.setdefault(place, value)
+        if known is value:
+            continue
+        if known is None or value is None or not torch.equal(known, value):
+            return False
+    return True
 
 
 def _named(gradients: Mapping[str, torch.Tensor | None], names: Any) -> dict[str, torch.Tensor | None]:
@@ -100,7 +141,7 @@ def _named(gradients: Mapping[str, torch.Tensor | None], names: Any) -> dict[str
 def whole_here(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as this rank would apply it: shards are gathered; copies and pending terms stay this rank's own."""
     if not isinstance(gradient, DTensor):
-        return gradient.detach().cpu()
+        return gradient.detach().to("cpu", copy=True)  # a later window may write over it
     local = gradient.to_local()
     # a pending term is what the optimizer would see, so it is not summed here
     own = [Replicate() if isinstance(placement, Partial) else placement for placement in gradient.placements]
@@ -122,11 +163,13 @@ def _gathered(mine: dict[str, torch.Tensor | None]) -> list[dict[str, torch.Tens
 _Where = tuple[int, int, int]
 """Dim, number of slices, index; number 1 for the whole tensor."""
 
+_WHOLE = (0, 1, 0)
+
 
 def _slice(value: torch.Tensor | None, whole: torch.Tensor | None) -> _Where | None:
     """Which slice of the reference a rank holds: the one that its gradient looks like."""
     if value is None or whole is None or value.shape == whole.shape:
-        return 0, 1, 0
+        return _WHOLE
     dims = [dim for dim, (a, b) in enumerate(zip(value.shape, whole.shape, strict=False)) if a != b]
     if value.dim() != whole.dim() or len(dims) != 1 or not value.shape[dims[0]] or whole.shape[dims[0]] % value.shape[dims[0]]:
         return None

@@ -14,7 +14,7 @@ from torch import nn
 
 from mixle_core.audit import CellReport, VerifyReport, cells, verify, verify_matrix
 from mixle_core.audit.matrix import TOLERANCE
-from mixle_core.audit.verify import Batch
+from mixle_core.audit.verification import Batch
 from mixle_core.cli.inputs import random_input
 from mixle_core.cli.options import backends, load
 from mixle_core.cli.report import cell_line, console, verify_table

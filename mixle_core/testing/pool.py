@@ -26,7 +26,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "mixle_core.runtime",
-    "mixle_core.audit",
+    "mixle_core.audit.verification",
 )
 """What the fork server imports ahead; `preload` adds to it."""
 

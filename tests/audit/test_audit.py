@@ -165,3 +165,46 @@ def test_the_fault_in_transformers_is_found_unaided(words, numbers):
     for window in windows[1:]:
         assert {verdict["kind"] for verdict in window["wrong"].values()} == {"reduced again at every microbatch"}
         assert all("q_norm" in name or "k_norm" in name for name in window["wrong"])
+
+
+def test_the_library_form_loads_neither_the_runtime_nor_a_plugin():
+    """It works inside anybody's test, next to whatever trains there."""
+    code = "import sys; from mixle_core.audit import audit; print([n for n in sys.modules if n.startswith('mixle') and 'runtime' in n])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+class Table:
+    """Two ranks hold the rows of one matrix, four hold two copies of them."""
+
+    @staticmethod
+    def whole(name, pieces):
+        half = len(pieces) // 2 or 1
+        return {rank: torch.cat([pieces[rank % half], pieces[rank % half + half]]) for rank in range(len(pieces))}
+
+
+def cut(values):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return values.chunk(2)[rank * 2 // size]
+
+
+def audited_by_table(change: float):
+    """Of two copies of a cut gradient the second may be changed on one rank."""
+    wanted = torch.arange(1.0, 9.0)
+    mine = cut(wanted) + change * (torch.distributed.get_rank() == 3)
+    report = audit(lambda batches: {"w": mine}, lambda batches: {"w": wanted}, [0], whole=Table.whole, tolerance=1e-4)
+    return report.wrong.get("w") and report.wrong["w"].kind, report.drifted, report.error
+
+
+def test_who_knows_how_it_is_cut_says_so_and_copies_are_compared_to_the_bit():
+    for outcome in run_ranks(audited_by_table, 4, 0.0, reuse=True):
+        assert outcome.value == (None, (), 0.0)
+    for outcome in run_ranks(audited_by_table, 4, 1e-6, reuse=True):
+        kind, drifted, error = outcome.value
+        assert kind is None and drifted == ("w",) and 0 < error < 1e-5
+    for outcome in run_ranks(audited_by_table, 4, 1.0, reuse=True):
+        assert outcome.value[0] == "copies drifting apart" and outcome.value[1] == ("w",)
+
+
+def test_zeros_where_one_process_has_no_gradient_are_told_apart():
+    report = audit(lambda batches: {"w": torch.zeros(3)}, lambda batches: {"w": None}, [0])
+    assert report.wrong == {} and report.zeros == ("w",)

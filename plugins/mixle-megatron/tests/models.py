@@ -169,7 +169,7 @@ def gradients(build: Any, plan: mx.ParallelPlan, rows: Any, loss: Any = next_tok
     Args:
         rows: `(backward, data rank) -> microbatch`.
     """
-    from mixle_core.audit.verify import _gathered, _reference_update, reference_model
+    from mixle_core.audit.verification import gathered, reference_model, reference_window
     from mixle_core.runtime import attach, logical_parameters
 
     reduction = attach(build(), plan, backend="megatron", seed=0, plugins=plugins())
@@ -177,10 +177,10 @@ def gradients(build: Any, plan: mx.ParallelPlan, rows: Any, loss: Any = next_tok
     data_rank = at["dp_replicate"] * plan.dp_shard + at["dp_shard"]
     loss_sum, tokens = reduction.run([rows(i, data_rank) for i in range(number)], loss, **run)
     reduced = reduction.finish(tokens, float(loss_sum), **run)
-    ours = _gathered(reduction, reduced.gradients)
+    ours = gathered(reduction, reduced.gradients)
     reference = reference_model(build, 0, reduction)
     theirs = logical_parameters(reference)
-    count, _ = _reference_update(reference, theirs, loss, lambda _, i, r: rows(i, r), 0, number, plan.data_size)
+    count, _ = reference_window(reference, theirs, loss, [[rows(i, r) for r in range(plan.data_size)] for i in range(number)])
     assert count == reduced.num_tokens
     reduction.close()
     return {name: (gradient, theirs[name].grad) for name, (gradient, _) in ours.items()}

@@ -192,7 +192,7 @@ def idle_after(plan: mx.ParallelPlan) -> tuple[list[float], float, list[str | No
     skipped = [session.train_batch(rows(number, data_rank_of(session))).skipped for number in range(3)]
     found = {name: parameter.detach().clone() for name, parameter in session.reduction.named_parameters()}
     session.close()
-    from mixle_core.audit.verify import reference_model
+    from mixle_core.audit.verification import reference_model
     from mixle_core.runtime import logical_parameters
 
     reference = reference_model(with_an_idle_parameter, 0, session.reduction)

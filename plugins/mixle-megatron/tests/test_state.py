@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mixle_core as mx
-from mixle_core.audit.verify import adamw, reference_model
+from mixle_core.audit.verification import adamw, reference_model
 from mixle_core.runtime import StateEntry, load_state, logical_parameters, save_state
 from mixle_core.testing import run_ranks
 

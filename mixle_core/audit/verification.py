@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -12,13 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mixle_core.audit.classify import classify
-from mixle_core.audit.compare import assemble, relative_error
+from mixle_core.audit.classify import RIGHT
+from mixle_core.audit.compare import assemble, assemble_copies, relative_error
+from mixle_core.audit.window import AuditReport, audit
 from mixle_core.declarations import parameter_facts
 from mixle_core.errors import UsageError
 from mixle_core.layout import Layouts
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import load_plugins
+from mixle_core.runtime.contracts import Loss
+from mixle_core.runtime.gradients import Reduced
 from mixle_core.runtime.initialise import logical_parameters, place_parameters
 from mixle_core.runtime.models import Plugins
 from mixle_core.runtime.reduction import Reduction, ask_to_fill, attach
@@ -115,37 +117,30 @@ def verify(
         optimizer: used for both.
     """
     reduction = attach(build(), plan, backend=backend, seed=seed, plugins=plugins)
-    trainable = {name: p for name, p in reduction.named_parameters() if p.requires_grad}
-    ours = reduction.build_optimizer(optimizer)
-    reference = reference_model(build, seed, reduction)
-    theirs_by_name = {name: p for name, p in logical_parameters(reference, reduction.layouts.transparent).items() if p.requires_grad}
-    theirs = optimizer(theirs_by_name.values())
-    _require_equal_start(_gathered(reduction, trainable), theirs_by_name)
+    sides = _Sides(reduction, reference_model(build, seed, reduction), loss, batch)
+    ours, theirs = reduction.build_optimizer(optimizer), optimizer(sides.reference.values())
+    _require_equal_start(gathered(reduction, sides.trainable), sides.reference)
     reports = []
     receipts: Mapping[str, tuple[int, int]] = {}
     for update, length in enumerate(windows or [plan.num_backwards] * 3):
-        backwards = partial(_one_update, reduction, loss, batch, update, length, full=length == plan.num_backwards)
-        reduced = backwards()
-        wanted_tokens, wanted_loss = _reference_update(reference, theirs_by_name, loss, batch, update, length, plan.data_size)
-        gradients = _gathered(reduction, reduced.gradients)
+        found = sides.audit(update, length)
+        reduced, wanted_tokens, wanted_loss = sides.reduced, sides.wanted_tokens, sides.wanted_loss
         inf_norm = reduced.norm(math.inf)
-        reference_norms = [_norm([p.grad for p in theirs_by_name.values()], kind) for kind in (2.0, math.inf)]
-        reference_gradients = {name: None if p.grad is None else p.grad.clone() for name, p in theirs_by_name.items()}
-        errors = {name: relative_error(gradients[name][0], reference_gradients[name]) for name in theirs_by_name}
-        copies = all(equal for _, equal in gradients.values())
+        reference_norms = [_norm([p.grad for p in sides.reference.values()], kind) for kind in (2.0, math.inf)]
+        errors = {name: math.inf if name in found.zeros else verdict.error for name, verdict in found.verdicts.items()}
         if reduced.skipped is None:
             if max_grad_norm is not None:
                 reduced.clip_(max_grad_norm)
-                torch.nn.utils.clip_grad_norm_(theirs_by_name.values(), max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(sides.reference.values(), max_grad_norm)
             if ours is not None:
                 ours.step()
             theirs.step()
         reduction.zero()
         theirs.zero_grad()
-        parameters = _gathered(reduction, trainable)
-        copies = copies and all(equal for _, equal in parameters.values())
-        drift = {name: relative_error(parameters[name][0], theirs_by_name[name].detach()) for name in theirs_by_name}
+        parameters = gathered(reduction, sides.trainable)
+        drift = {name: relative_error(parameters[name][0], parameter.detach()) for name, parameter in sides.reference.items()}
         worst, drifted = max(errors, key=lambda name: errors[name]), max(drift, key=lambda name: drift[name])
+        verdict = found.verdicts[worst]
         reports.append(
             UpdateReport(
                 gradient_error=errors[worst],
@@ -154,11 +149,11 @@ def verify(
                 inf_norm_error=_difference(inf_norm, reference_norms[1]),
                 parameter_error=drift[drifted],
                 worst_parameter=drifted,
-                copies_equal=copies,
+                copies_equal=not found.drifted and all(equal for _, equal in parameters.values()),
                 num_tokens=reduced.num_tokens,
                 loss_error=_difference(reduced.loss, wanted_loss) if wanted_tokens == reduced.num_tokens else math.inf,
                 skipped=reduced.skipped,
-                cause=_cause(plan, gradients[worst][0], reference_gradients[worst]) if errors[worst] > _WRONG[plan.precision] else None,
+                cause=None if verdict.kind == RIGHT else f"{verdict.kind}: {verdict.evidence}",
             )
         )
         receipts = {owner.owner: (owner.num_collectives, owner.payload_bytes) for owner in reduced.owners}
@@ -171,15 +166,76 @@ def verify(
     )
 
 
+class _Sides:
+    """The attached model and one process, each with its window for `audit`; both keep what the rest of an update needs."""
+
+    def __init__(self, reduction: Reduction, reference: nn.Module, loss: Loss, batch: Batch) -> None:
+        self._reduction, self._model, self._loss, self._batch = reduction, reference, loss, batch
+        self._plan = reduction.mesh.plan
+        self.trainable = {name: p for name, p in reduction.named_parameters() if p.requires_grad}
+        named = logical_parameters(reference, reduction.layouts.transparent)
+        self.reference = {name: p for name, p in named.items() if p.requires_grad}
+        self._rows = {row.name: row for row in reduction.table.rows}
+        self._groups = {
+            axis: sorted({self._plan.group_ranks(rank, [axis]) for rank in range(self._plan.world_size)}) for axis in self._plan.active
+        }
+        self.reduced: Reduced
+        self.wanted_tokens, self.wanted_loss = 0, 0.0
+
+    def audit(self, update: int, length: int) -> AuditReport:
+        """Compare one window of `length` backwards; no gradient is changed afterwards, on either side."""
+        backwards = [(update, backward) for backward in range(length)]
+        found = audit(self._ours, self._theirs, backwards, groups=self._groups, tolerance=_WRONG[self._plan.precision], whole=self._whole)
+        if len(found.wrong):  # then one process ran single microbatches, too
+            self._theirs(backwards)
+        return found
+
+    def _whole(self, name: str, pieces: Sequence[torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
+        return assemble_copies(self._plan, self._rows[name], pieces)
+
+    def _ours(self, backwards: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor | None]:
+        position, plan = self._reduction.mesh.coordinates, self._plan
+        data_rank = (position["dp_replicate"] * plan.dp_shard + position["dp_shard"]) * plan.cp + position["cp"]
+        # a session scales from its second update on, and whatever adds to the loss has to follow
+        scale = 2.0**-6 if backwards[0][0] else 1.0
+        rows = [self._batch(update, backward, data_rank) for update, backward in backwards]
+        loss_sum, tokens = self._reduction.run(rows, self._loss, loss_scale=scale, last=len(rows) == plan.num_backwards)
+        self.reduced = self._reduction.finish(tokens, float(loss_sum), loss_scale=scale)
+        return {name: None if tensor is None else _local(tensor) for name, tensor in self.reduced.gradients.items()}
+
+    def _theirs(self, backwards: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor | None]:
+        batches = [[self._batch(*at, data_rank) for data_rank in range(self._plan.data_size)] for at in backwards]
+        self.wanted_tokens, self.wanted_loss = reference_window(self._model, self.reference, self._loss, batches)
+        return {name: parameter.grad for name, parameter in self.reference.items()}
+
+
+def reference_window(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss, batches: Sequence[Sequence[Any]]
+) -> tuple[int, float]:
+    """Leave in `parameters` the gradients of the mean loss over all tokens of some backwards in one process.
+
+    Args:
+        batches: for each backward, the microbatch of each data rank.
+
+    Returns:
+        The number of tokens, and the mean loss.
+    """
+    model.zero_grad(set_to_none=True)
+    tokens, loss_sum = 0, 0.0
+    for microbatches in batches:
+        for microbatch in microbatches:
+            value, number = loss(model, microbatch)
+            value.backward()
+            tokens += number
+            loss_sum += float(value.detach())
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            parameter.grad /= max(tokens, 1)
+    return tokens, loss_sum / max(tokens, 1)
+
+
 _WRONG = {"fp32": 1e-4, "bf16": 6e-2}
-"""Relative error of a gradient from which it is worth a cause."""
-
-
-def _cause(plan: ParallelPlan, gradient: torch.Tensor | None, reference: torch.Tensor | None) -> str:
-    """What one wrong gradient, put together from all ranks, looks like beside the reference."""
-    groups = {axis: [list(range(plan.size(axis)))] for axis in plan.active}
-    verdict = classify([gradient], [reference], groups=groups)
-    return f"{verdict.kind}: {verdict.evidence}"
+"""Relative error of a gradient from which it is not right any more, and worth a cause."""
 
 
 def _require_equal_start(ours: Mapping[str, tuple[torch.Tensor | None, bool]], theirs: Mapping[str, torch.Tensor]) -> None:
@@ -191,33 +247,8 @@ def _require_equal_start(ours: Mapping[str, tuple[torch.Tensor | None, bool]], t
         )
 
 
-def _one_update(reduction: Reduction, loss: Any, batch: Batch, update: int, length: int, *, full: bool) -> Any:
-    plan = reduction.mesh.plan
-    position = reduction.mesh.coordinates
-    data_rank = (position["dp_replicate"] * plan.dp_shard + position["dp_shard"]) * plan.cp + position["cp"]
-    scale = 2.0**-6 if update else 1.0  # a session scales from its second update on, and whatever adds to the loss has to follow
-    rows = [batch(update, backward, data_rank) for backward in range(length)]
-    loss_sum, tokens = reduction.run(rows, loss, loss_scale=scale, last=full)
-    return reduction.finish(tokens, float(loss_sum), loss_scale=scale)
-
-
-def _reference_update(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Any, batch: Batch, update: int, length: int, data_size: int
-) -> tuple[int, float]:
-    tokens, loss_sum = 0, 0.0
-    for backward in range(length):
-        for data_rank in range(data_size):
-            value, number = loss(model, batch(update, backward, data_rank))
-            value.backward()
-            tokens += number
-            loss_sum += float(value.detach())
-    for parameter in parameters.values():
-        if parameter.grad is not None:
-            parameter.grad /= max(tokens, 1)
-    return tokens, loss_sum / max(tokens, 1)
-
-
-def _gathered(reduction: Reduction, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, tuple[torch.Tensor | None, bool]]:
+def gathered(reduction: Reduction, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, tuple[torch.Tensor | None, bool]]:
+    """Name -> the whole of what lies on all ranks, and whether copies are equal to the bit. Collective."""
     mine = {name: None if t is None else _local(t) for name, t in tensors.items()}
     everyone = reduction.mesh.gather_objects(mine)
     plan, table = reduction.mesh.plan, reduction.table
