@@ -19,11 +19,12 @@ from mixle_core.errors import UsageError
 from mixle_core.layout import Layouts
 from mixle_core.plan import ParallelPlan
 from mixle_core.plugins import load_plugins
+from mixle_core.runtime.attaching import ask_to_fill, attach
 from mixle_core.runtime.contracts import Loss
 from mixle_core.runtime.gradients import Reduced
 from mixle_core.runtime.initialise import logical_parameters, place_parameters
 from mixle_core.runtime.models import Plugins
-from mixle_core.runtime.reduction import Reduction, ask_to_fill, attach
+from mixle_core.runtime.reduction import Reduction
 
 Batch = Callable[[int, int, int], Any]
 """`(update, backward, data rank) -> microbatch`: what that rank trains on."""
@@ -105,6 +106,7 @@ def verify(
     backend: str | Sequence[str] | None = None,
     plugins: Plugins = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    strict: bool = False,
 ) -> VerifyReport:
     """Train `plan` and one process for a few updates and compare them after each. Collective; every rank gets the report.
 
@@ -115,8 +117,9 @@ def verify(
         windows: backwards of each update; one shorter than the plan's ends inside `no_sync()`. None: three full ones.
         max_grad_norm: clip in both.
         optimizer: used for both.
+        strict: compare the collectives of every update with the table, too.
     """
-    reduction = attach(build(), plan, backend=backend, seed=seed, plugins=plugins)
+    reduction = attach(build(), plan, backend=backend, seed=seed, plugins=plugins, strict=strict)
     sides = _Sides(reduction, reference_model(build, seed, reduction), loss, batch)
     ours, theirs = reduction.build_optimizer(optimizer), optimizer(sides.reference.values())
     _require_equal_start(gathered(reduction, sides.trainable), sides.reference)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from mixle_core.runtime.arbitration import explain
+from mixle_core.runtime.attaching import attach
 from mixle_core.runtime.backends import TrainingBackend, get_training_backend
 from mixle_core.runtime.contracts import AxisExecutor, Loss, Observe, Owner
 from mixle_core.runtime.gradients import Reduced, reduce_coalesced
 from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, launch_command, reduce_scatter, solo_group
 from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
 from mixle_core.runtime.models import forward_names, model_builder, vocabulary_size
-from mixle_core.runtime.reduction import Reduction, attach
+from mixle_core.runtime.reduction import Reduction
 from mixle_core.runtime.session import Session, batch_digest, prepare
 from mixle_core.runtime.state import Block, FlatBlock, StateEntry, StateReader, blocks_of, flat_blocks, load_state, save_state
 from mixle_core.runtime.usage import Usage

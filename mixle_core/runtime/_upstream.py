@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,11 +39,22 @@ def _num_bytes(value: Any) -> int:
     return sum(_num_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
 
 
-def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int], None]) -> None:
-    """Call `observe(operation, group, payload_bytes)` for every collective of this process, C++ callers included.
+def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _flat(value)
+    return found
 
-    Payload is the larger of what goes in and what comes out on this rank. torch has no public way to see the calls that
-    DistributedDataParallel makes from C++; an override at the autograd dispatch key sees them all at no measurable cost.
+
+def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int, Callable[[], list[torch.Tensor]]], None]) -> None:
+    """Call `observe(operation, group, payload_bytes, tensors)` for every collective of this process, C++ callers included.
+
+    Payload is the larger of what goes in and what comes out on this rank; `tensors()` gives both. torch has no public way to
+    see the calls that DistributedDataParallel makes from C++; an override at the autograd dispatch key sees them all at no
+    measurable cost.
 
     Raises:
         CapabilityError: when this torch has no such dispatch key function.
@@ -73,7 +84,8 @@ def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int], None]) 
             _tensors_at: tuple[int, ...] = tuple(tensors_at),
             **kwargs: Any,
         ) -> Any:
-            observe(_name.strip("_"), dist.ProcessGroup.unbox(args[_group_at]), max(_num_bytes(args[i]) for i in _tensors_at))
+            payload_bytes = max(_num_bytes(args[i]) for i in _tensors_at)
+            observe(_name.strip("_"), dist.ProcessGroup.unbox(args[_group_at]), payload_bytes, lambda: _flat(args[i] for i in _tensors_at))
             return _overload.redispatch(keys & below_autograd, *args, **kwargs)
 
         for key in ("AutogradCPU", "AutogradCUDA"):

@@ -12,8 +12,8 @@ import attrs
 from mixle_core.errors import CapabilityError, PluginError
 from mixle_core.plugins import load_plugins
 from mixle_core.runtime.arbitration import explain
+from mixle_core.runtime.attaching import attach
 from mixle_core.runtime.models import Plugins, loaded_plugins
-from mixle_core.runtime.reduction import attach
 from mixle_core.runtime.session import prepare
 
 BACKEND_GROUP = "mixle.backends"

@@ -42,6 +42,7 @@ class Owner(Protocol):
 
     One that leaves state sharded which a plain optimizer cannot step may have `build_optimizer(factory, names)`: an
     optimizer over the parameters of `names`, whose inner one `factory` makes, and whose `step()` does not clip.
+    One with `announces = True` tells `Mesh.announce` of every reduction it makes, which strict mode needs.
     """
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:

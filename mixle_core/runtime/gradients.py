@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -126,20 +126,30 @@ def multiply_(gradients: Iterable[Gradient], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-def reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, *, bucket_bytes: int = _COALESCE_BYTES) -> None:
+def reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    bucket_bytes: int = _COALESCE_BYTES,
+    announce: Callable[[Sequence[int], int], None] | None = None,
+) -> None:
     """Sum `tensors` over `group` in place, in as few all-reduces as `bucket_bytes` allows; half precision travels as fp32.
 
     Args:
         tensors: per rank; equal shapes and order on every rank of the group. Empty ones are passed over.
+        announce: told of each collective before it is made: the places of its tensors and its payload, as `Mesh.announcer` gives it.
     """
     if group is None:
         return
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
         dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-        by_kind.setdefault((tensor.device, dtype), []).append(tensor)
+        by_kind.setdefault((tensor.device, dtype), []).append(place)
     for (_, dtype), same in by_kind.items():
-        for bucket in _buckets(same, bucket_bytes, dtype.itemsize):
+        for places in _buckets(tensors, same, bucket_bytes, dtype.itemsize):
+            bucket = [tensors[place] for place in places]
+            if announce is not None:
+                announce(places, sum(tensor.numel() for tensor in bucket) * dtype.itemsize)
             if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == dtype:
                 dist.all_reduce(bucket[0], group=group)
                 continue
@@ -149,15 +159,16 @@ def reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup |
             torch._foreach_copy_(bucket, [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)])
 
 
-def _buckets(tensors: Sequence[torch.Tensor], limit: int, itemsize: int) -> list[list[torch.Tensor]]:
-    buckets: list[list[torch.Tensor]] = []
+def _buckets(tensors: Sequence[torch.Tensor], places: Sequence[int], limit: int, itemsize: int) -> list[list[int]]:
+    buckets: list[list[int]] = []
     size = limit
-    for tensor in tensors:
+    for place in places:
+        tensor = tensors[place]
         if not tensor.numel():
             continue
         if size >= limit:  # full once the limit is reached, as in DistributedDataParallel: never more calls than there
             buckets.append([])
             size = 0
-        buckets[-1].append(tensor)
+        buckets[-1].append(place)
         size += tensor.numel() * itemsize
     return buckets

@@ -8,9 +8,9 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -21,6 +21,9 @@ from mixle_core.errors import AgreementError, CapabilityError, MixleError, Usage
 from mixle_core.plan import AXES, EXPERT_AXES, ParallelPlan, mesh_axes
 from mixle_core.runtime._upstream import default_store, in_memory_store, observe_collectives
 from mixle_core.runtime.agreement import digest, first_difference
+
+if TYPE_CHECKING:
+    from mixle_core.runtime.watch import Watch
 
 CONTROL = "control"
 """Owner label of the groups that carry decisions, not gradients."""
@@ -45,6 +48,7 @@ class _Counter:
 
     def __init__(self) -> None:
         self.counts: dict[str, list[int]] = {}
+        self.watching: list[Watch] = []
         self.installed = False
 
     def install(self) -> None:
@@ -52,10 +56,12 @@ class _Counter:
             observe_collectives(self._observe)
             self.installed = True
 
-    def _observe(self, operation: str, group: dist.ProcessGroup, payload_bytes: int) -> None:
+    def _observe(self, operation: str, group: dist.ProcessGroup, payload_bytes: int, tensors: Callable[[], list[torch.Tensor]]) -> None:
         entry = self.counts.setdefault(f"{group.group_desc}|{operation}", [0, 0])
         entry[0] += 1
         entry[1] += payload_bytes
+        for watch in self.watching:
+            watch.saw(operation, group, payload_bytes, tensors())
 
 
 _counter = _Counter()
@@ -161,17 +167,21 @@ class Mesh:
     All ranks ask for the same groups in the same order.
     """
 
-    def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
+    def __init__(self, plan: ParallelPlan, device: torch.device, *, strict: bool = False) -> None:
         self.plan = plan
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = plan.coordinates(self.rank)
         self.position = {**self.coordinates, **plan.coordinates(self.rank, EXPERT_AXES)}
         self.order = 0  # a hash of what owners saw called: equal on every rank when an update ends, or it is an error
+        self.used: set[str] = set()  # what owners saw backwards of this rank use since the last update
+        self.watch: Watch | None = None
         self._serial = 0
         if plan.world_size > 1:
             _counter.install()
             self._serial = next(_serials)
+        # what is watched call by call must not meet the calls of another model of the process
+        self.apart = f":strict{self._serial}" if strict else ""
 
     def group(
         self, axes: Iterable[str], owner: str, *, holders: Mapping[str, Sequence[int]] | None = None, alone: bool = False
@@ -190,8 +200,33 @@ class Mesh:
         found = None
         if len(ranks) > 1:
             name = ".".join(f"{axis}[{','.join(map(str, held[axis]))}]" if axis in held else axis for axis in active)
-            found = _shared_group(self.plan, ranks, active, held, f"mixle:{owner}:{name}")
+            found = _shared_group(self.plan, ranks, active, held, f"mixle:{owner}:{name}{'' if owner == CONTROL else self.apart}")
         return solo_group(owner) if found is None and alone else found
+
+    def announce(self, owner: str, axes: Iterable[str], names: Iterable[str], payload_bytes: int, *, part_of: Hashable = None) -> None:
+        """Say, in strict mode, which gradients the collective reduces that `owner` is about to make over `axes`.
+
+        Args:
+            payload_bytes: handed over by this rank, padding included.
+            part_of: equal for the terms of one reduction that takes several collectives.
+        """
+        if self.watch is not None:
+            self.watch.announce(owner, axes, names, payload_bytes, part_of)
+
+    def announcer(self, owner: str, axes: Iterable[str], names: Sequence[str]) -> Callable[[Sequence[int], int], None]:
+        """What `reduce_coalesced` tells of its collectives: `announce` for the tensors at some places of `names`."""
+        return lambda places, payload_bytes: self.announce(owner, axes, [names[place] for place in places], payload_bytes)
+
+    def start_watch(self, watch: Watch) -> None:
+        """Let `watch` see every collective of this process, and what owners announce, until `stop_watch`."""
+        self.watch = watch
+        _counter.watching.append(watch)
+
+    def stop_watch(self) -> None:
+        """End what `start_watch` began."""
+        if self.watch is not None:
+            _counter.watching.remove(self.watch)
+            self.watch = None
 
     def world(self) -> dist.ProcessGroup | None:
         """The group of all ranks that carries decisions."""

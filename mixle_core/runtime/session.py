@@ -16,11 +16,12 @@ from torch import nn
 from mixle_core.errors import UsageError
 from mixle_core.plan import ParallelPlan
 from mixle_core.receipts import StepReceipt
+from mixle_core.runtime.attaching import attach
 from mixle_core.runtime.contracts import Loss
 from mixle_core.runtime.groups import raise_everywhere
 from mixle_core.runtime.models import Plugins
 from mixle_core.runtime.optimizers import OptimizerSpec, Schedule, build_optimizers
-from mixle_core.runtime.reduction import Reduction, attach
+from mixle_core.runtime.reduction import Reduction
 
 
 def prepare(
@@ -36,6 +37,7 @@ def prepare(
     backend: str | Sequence[str] | None = None,
     plugins: Plugins = None,
     device: torch.device | str | None = None,
+    strict: bool = False,
 ) -> Session:
     """Attach `model` and give it a session that drives microbatches, reduction, clipping, optimizer and schedule.
 
@@ -45,7 +47,7 @@ def prepare(
         schedule: `optimizer -> LRScheduler`, stepped once per update.
         precision: overrides `plan.precision`.
         max_grad_norm: clip the global norm to this; None leaves it.
-        model, plan, seed, backend, plugins, device: as in `attach`.
+        model, plan, seed, backend, plugins, device, strict: as in `attach`.
 
     Raises:
         MixleError: whatever stands in the way, on every rank.
@@ -53,7 +55,7 @@ def prepare(
     _check_max_norm(max_grad_norm)
     if precision is not None:
         plan = attrs.evolve(plan, precision=precision)
-    reduction = attach(model, plan, backend=backend, seed=seed, plugins=plugins, device=device)
+    reduction = attach(model, plan, backend=backend, seed=seed, plugins=plugins, device=device, strict=strict)
     try:
         return Session(reduction, loss=loss, optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm)
     except Exception:

@@ -58,6 +58,7 @@ class Usage:
         self._fold()
         window, always = self._window, self._always
         self._window, self._always = set(), set(self._names)
+        mesh.used |= window
         if self.varies is False:
             return frozenset(), frozenset(set(self._names) - window - self._elsewhere)
         flags = [name in window for name in self._names] + [name not in always for name in self._names]

@@ -23,6 +23,8 @@ from mixle_core.runtime.usage import Usage
 class SumOwner:
     """Sums all gradients over the row's axes at the end of the update, in one call per group."""
 
+    announces = True
+
     def __init__(self, plan: ParallelPlan, transparent: tuple[str, ...]) -> None:
         self._plan = plan
         self._transparent = transparent
@@ -35,7 +37,8 @@ class SumOwner:
         self._parameters = {name: bound[name] for name in self._rows}
         names = {parameter: name for name, parameter in self._parameters.items()}
         self._usage = Usage(self._rows, self._plan)
-        self._groups = {axes: mesh.group(axes, rows[0].owner) for axes in sorted({row.reduced for row in rows})}
+        self._owner = rows[0].owner
+        self._groups = {axes: mesh.group(axes, self._owner) for axes in sorted({row.reduced for row in rows})}
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(lambda p: self._usage.saw(names[p])) for p in self._parameters.values()
         ]
@@ -61,7 +64,8 @@ class SumOwner:
         observe(gradients)
         for axes, group in self._groups.items():
             mine = [name for name in gradients if self._rows[name].reduced == axes]
-            reduce_coalesced([gradients[name] for name in mine], group)
+            said = self._mesh.announcer(self._owner, axes, mine)
+            reduce_coalesced([gradients[name] for name in mine], group, announce=said)
             for name in mine:
                 if self._rows[name].scale != 1.0:
                     gradients[name].mul_(self._rows[name].scale)

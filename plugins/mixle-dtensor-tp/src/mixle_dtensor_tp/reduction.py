@@ -15,6 +15,8 @@ from mixle_core.runtime import Mesh, Observe, Usage, logical_parameters, reduce_
 class TensorParallelOwner:
     """Leaves complete gradients alone (their copies are equal) and sums partial ones."""
 
+    announces = True
+
     def __init__(self, plan: ParallelPlan, transparent: tuple[str, ...]) -> None:
         self._plan = plan
         self._transparent = transparent
@@ -27,7 +29,8 @@ class TensorParallelOwner:
         self._parameters = {name: bound[name] for name in self._rows}
         names = {parameter: name for name, parameter in self._parameters.items()}
         self._usage = Usage(self._rows, self._plan)
-        self._group = mesh.group(("tp",), rows[0].owner)
+        self._owner = rows[0].owner
+        self._group = mesh.group(("tp",), self._owner)
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(lambda p: self._usage.saw(names[p])) for parameter in self._parameters.values()
         ]
@@ -50,7 +53,9 @@ class TensorParallelOwner:
                 parameter.grad = torch.zeros_like(parameter)
             gradients[name] = parameter.grad
         observe(gradients)
-        reduce_coalesced([gradient for name, gradient in gradients.items() if self._rows[name].reduced], self._group)
+        summed = [name for name in gradients if self._rows[name].reduced]
+        said = self._mesh.announcer(self._owner, ("tp",), summed)
+        reduce_coalesced([gradients[name] for name in summed], self._group, announce=said)
         return OwnerReduction(
             {name: Gradient(gradients.get(name), 1.0 / row.copies) for name, row in self._rows.items()},
             {name: 1 for name in gradients if name not in missing},

@@ -26,6 +26,8 @@ class DDPOwner:
     coalesced sum over the joint group serves them.
     """
 
+    announces = True
+
     def __init__(self, plan: ParallelPlan, transparent: tuple[str, ...]) -> None:
         self._plan = plan
         self._transparent = transparent
@@ -45,7 +47,7 @@ class DDPOwner:
         self._parameters = {name: bound[name] for name in self._rows}
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
         self._usage = Usage(self._rows, self._plan)
-        owner = rows[0].owner
+        owner = self._owner = rows[0].owner
         self._group = mesh.group(("dp_replicate",), owner)
         joint = {row.name: row.reduced for row in rows if set(row.reduced) - {"dp_replicate"}}
         self._joint = {axes: mesh.group(axes, owner) for axes in sorted(set(joint.values()))}
@@ -101,12 +103,13 @@ class DDPOwner:
             self._late.add(name)
 
     def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        for parameter in bucket.parameters():
-            name = self._names[parameter]
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        for name in names:
             self._reduced[name] = self._reduced.get(name, 0) + 1
         values = bucket.buffer()
         half = values.dtype in (torch.float16, torch.bfloat16)
         sent = values.float() if half else values
+        self._mesh.announce(self._owner, ("dp_replicate",), names, sent.numel() * sent.element_size())
         future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
         return future.then(lambda done: values.copy_(done.value()[0]) if half else done.value()[0])
 
@@ -142,12 +145,14 @@ class DDPOwner:
         counts = dict(in_buckets)
         if not in_buckets:
             waiting = [name for name in self._bucketed if name in set(present)]
-            reduce_coalesced([self._gradient(name) for name in waiting], self._group, bucket_bytes=_BUCKET_MB * 2**20)
+            said = self._mesh.announcer(self._owner, ("dp_replicate",), waiting)
+            reduce_coalesced([self._gradient(n) for n in waiting], self._group, bucket_bytes=_BUCKET_MB * 2**20, announce=said)
             counts = dict.fromkeys(waiting, 1)
         observe({name: self._gradient(name) for name in present if self._rows[name].model_replica_axes})
         for axes, group in self._joint.items():
             names = [name for name in present if self._rows[name].reduced == axes]
-            reduce_coalesced([self._gradient(name) for name in names], group)
+            said = self._mesh.announcer(self._owner, axes, names)
+            reduce_coalesced([self._gradient(name) for name in names], group, announce=said)
             counts.update(dict.fromkeys(names, 1))
         for name in missing:
             counts.pop(name, None)

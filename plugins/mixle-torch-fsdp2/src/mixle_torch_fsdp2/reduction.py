@@ -48,8 +48,9 @@ class _Shell(nn.Module):
 class _CountingReduceScatter:
     """fully_shard's reduce-scatter of one unit, with the number of backwards it served, which the ledger reads."""
 
-    def __init__(self, current_backward: Callable[[], int]) -> None:
+    def __init__(self, current_backward: Callable[[], int], announce: Callable[[int, int, int], None]) -> None:
         self._current_backward = current_backward
+        self._announce = announce
         self.backwards: set[int] = set()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -60,6 +61,8 @@ class _CountingReduceScatter:
     ) -> Any:
         # a unit that one forward calls several times reduces in as many terms; together they are one reduction
         self.backwards.add(self._current_backward())
+        sizes = [tensor.numel() * tensor.element_size() for tensor in (input_tensor, output_tensor)]
+        self._announce(self._current_backward(), *sizes)
         return reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
 
@@ -69,6 +72,8 @@ class FSDPOwner:
     The dp-reduced shards of what is also partial on tp are summed over tp in one coalesced call.
     """
 
+    announces = True
+
     def __init__(self, plan: ParallelPlan, layouts: Layouts) -> None:
         self._plan = plan
         self._layouts = layouts
@@ -77,12 +82,13 @@ class FSDPOwner:
         self._last_synced = False
         self._open = False
         self._used: set[str] = set()
+        self._left_out: frozenset[str] = frozenset()
 
     def install(self, model: nn.Module, rows: tuple[Row, ...], mesh: Mesh) -> nn.Module:
         """Shard each unit and the rest of `model` over dp_shard; return the shell."""
         self._mesh = mesh
         self._rows = {row.name: row for row in rows}
-        owner = rows[0].owner
+        owner = self._owner = rows[0].owner
         self._usage = Usage(self._rows, self._plan)
         device_mesh = mesh.device_mesh([axis for axis in ("dp_replicate", "dp_shard") if self._plan.size(axis) > 1], owner)
         modules = named_modules(model, self._layouts.transparent)
@@ -95,7 +101,9 @@ class FSDPOwner:
         for unit in (*units, model):
             mine = [p for p in unit.parameters() if id(p) in name_of and id(p) not in taken]
             taken.update(map(id, mine))
-            self._units.append((unit, _CountingReduceScatter(lambda: self._forwards), [name_of[id(p)] for p in mine]))
+            names = [name_of[id(p)] for p in mine]
+            counting = _CountingReduceScatter(lambda: self._forwards, partial(self._announce, len(self._units), names))
+            self._units.append((unit, counting, names))
         places = {name: holders[id(before[name])] for name in self._rows}
         del before, mine  # or every whole parameter would live until the last unit is sharded
         for unit, _, names in self._units:
@@ -127,6 +135,13 @@ class FSDPOwner:
             self._watch(unit, {name: places[name] for name in names})
         self._set_sync()
         return self._shell
+
+    def _announce(self, number: int, names: list[str], backward: int, before: int, after: int) -> None:
+        """One unit's gradients go over dp_shard, and what comes out over dp_replicate; a unit called twice makes two terms of it."""
+        names = [name for name in names if name not in self._left_out]
+        self._mesh.announce(self._owner, ("dp_shard",), names, before, part_of=(number, backward))
+        if self._plan.dp_replicate > 1:
+            self._mesh.announce(self._owner, ("dp_replicate",), names, after, part_of=(number, backward))
 
     def _precision(self, names: list[str]) -> MixedPrecisionPolicy:
         half = any(self._rows[name].dtype != self._rows[name].param_dtype for name in names)
@@ -198,9 +213,11 @@ class FSDPOwner:
         if absent:
             self._tick(sync=False)
         self._forwards += 1
+        self._left_out = unused
         self._shell.set_reduce_scatter_unused_params(False)
         self._tick(sync=True)
         self._shell.set_reduce_scatter_unused_params(True)
+        self._left_out = frozenset()
 
     def finish(self, observe: Observe) -> OwnerReduction:
         """Reduce what the last backward did not, and sum over tp what is partial there."""
@@ -224,7 +241,8 @@ class FSDPOwner:
         present = {name: gradient for name, gradient in local.items() if gradient is not None}
         observe({name: gradient for name, gradient in present.items() if self._rows[name].model_replica_axes})
         for axes, group in self._groups.items():
-            reduce_coalesced([g for name, g in present.items() if set(axes) <= set(self._rows[name].reduced)], group)
+            summed = [name for name in present if set(axes) <= set(self._rows[name].reduced)]
+            reduce_coalesced([present[name] for name in summed], group, announce=self._mesh.announcer(self._owner, axes, summed))
         return OwnerReduction({name: Gradient(present.get(name), 1.0 / row.copies) for name, row in self._rows.items()}, counts)
 
     def _local(self, name: str) -> torch.Tensor | None:
