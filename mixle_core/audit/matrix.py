@@ -99,12 +99,14 @@ def verify_matrix(
     seed: int = 0,
     backend: str | Sequence[str] | None = None,
     plugins: Plugins = None,
+    strict: bool = False,
     done: Callable[[CellReport], None] | None = None,
 ) -> tuple[CellReport, ...]:
     """Compare each cell with one process. Collective; a cell that a plugin refuses, or that the model has nothing for, says why.
 
     Args:
         tolerance: for fp32; None takes the usual one.
+        strict: as in `verify`.
         done: called with each report as it comes.
     """
     reports = []
@@ -129,6 +131,7 @@ def verify_matrix(
                 seed=seed,
                 backend=backend,
                 plugins=plugins,
+                strict=strict,
             )
             found = CellReport(cell.name, report, report.passed(limit), limit)
         except (CapabilityError, LayoutError) as error:

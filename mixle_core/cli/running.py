@@ -46,12 +46,13 @@ def verified(
     length: int = 32,
     clip: float = 1.0,
     tolerance: float | None = None,
+    strict: bool = False,
 ) -> bool:
     """Compare `plan` with one process over three updates, a short window between two full ones; the first rank shows the errors.
 
     The batches are random token ids, or random rows for a model without an embedding.
     """
-    report = _report(plan, loaded, build, backend=backend, seed=seed, rows=rows, length=length, clip=clip)
+    report = _report(plan, loaded, build, backend=backend, seed=seed, rows=rows, length=length, clip=clip, strict=strict)
     limit = TOLERANCE[plan.precision] if tolerance is None else tolerance
     passed = report.passed(limit)
     if _is_first() and as_json:
@@ -74,6 +75,7 @@ def _report(
     rows: int,
     length: int,
     clip: float,
+    strict: bool,
 ) -> VerifyReport:
     batch, loss = _input_for(build, seed, rows, length)
     full = plan.num_backwards
@@ -87,6 +89,7 @@ def _report(
         seed=seed,
         backend=backend,
         plugins=loaded,
+        strict=strict,
     )
 
 
@@ -118,6 +121,7 @@ def _run_matrix(plan: ParallelPlan, loaded: LoadedPlugins, build: Callable[[], n
         backend=backends(options["backend"]),
         plugins=loaded,
         done=show,
+        strict=options["strict"],
     )
     passed = all(found.passed for found in reports)
     if _is_first() and options["as_json"]:
@@ -135,7 +139,7 @@ def run_verify(plan: ParallelPlan, options: dict[str, Any]) -> int:
         passed = _run_matrix(plan, loaded, build, options)
         finish_processes()
         return 0 if passed else 1
-    wanted = {name: options[name] for name in ("as_json", "seed", "rows", "length", "clip", "tolerance")}
+    wanted = {name: options[name] for name in ("as_json", "seed", "rows", "length", "clip", "tolerance", "strict")}
     passed = verified(plan, loaded, build, backend=backends(options["backend"]), **wanted)
     finish_processes()
     return 0 if passed else 1

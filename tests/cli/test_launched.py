@@ -18,7 +18,7 @@ def mixle(*arguments, cwd=None, timeout=240):
 
 
 def test_verify_prints_the_errors_by_name_and_passes():
-    done = mixle("verify", "--model", "qwen3:tiny", "--dp-shard", "2", "--tp", "2", "--accumulation", "2", "--json")
+    done = mixle("verify", "--model", "qwen3:tiny", "--dp-shard", "2", "--tp", "2", "--accumulation", "2", "--strict", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"] is True
@@ -73,7 +73,7 @@ def test_a_local_transformers_directory_is_trained_from_its_values(tmp_path, pla
     Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy\n" * 400)
     arguments = ["--model", f"qwen3:{tmp_path / 'model'}", "--data", str(tmp_path / "text.txt"), "--sequence-length", "32"]
-    done = mixle("train", *arguments, *plan, "--steps", "12", "--json", "--lr", "1e-2", "--warmup", "2", "--verify")
+    done = mixle("train", *arguments, *plan, "--steps", "12", "--json", "--lr", "1e-2", "--warmup", "2", "--verify", "--strict")
     assert done.returncode == 0, done.stderr
     verified, *receipts, result = [json.loads(line) for line in done.stdout.splitlines()]
     assert verified["passed"] is True

@@ -306,6 +306,10 @@ def odd_rows() -> None:
     reduction.run([batch(0, 0, 0)[:, :7]], next_token_loss)
 
 
+def watched() -> None:
+    attach(model("tiny")(), Plan(dp_replicate=2), backend="megatron", seed=0, plugins=plugins(), strict=True)
+
+
 def prepared(optimizer: Any) -> Any:
     plan = Plan(dp_shard=2)
     return mx.prepare(model("tiny")(), plan, loss=next_token_loss, optimizer=optimizer, backend="megatron", plugins=plugins())
@@ -357,6 +361,11 @@ def test_a_loss_that_calls_the_module_twice_across_a_pipeline_is_refused_and_nob
 
 
 IN_TRAINING = {
+    "strict": (
+        watched,
+        "CapabilityError",
+        "strict: megatron does not announce its collectives (Mesh.announce), so they cannot be compared",
+    ),
     "a pipeline outside its schedule": (trained_outside, "UsageError", "a pipeline's stages train together: through a session, or through"),
     "rows that tp does not divide": (odd_rows, "UsageError", "rows of 7 positions; with sequence_parallel expected a multiple of tp=2"),
     "an optimizer that cannot be sharded": (

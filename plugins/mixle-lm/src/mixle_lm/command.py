@@ -28,6 +28,7 @@ import click
 @click.option("--eval-rows", type=click.IntRange(1), default=256, show_default=True, help="Held-out rows to evaluate at the end.")
 @click.option("--require-below", type=float, default=None, help="Exit 1 unless the held-out loss ends below this many nats per token.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--strict", is_flag=True, help="Compare the collectives of every update with the ownership table.")
 @click.option("--verify", "verify_first", is_flag=True, help="Before training, compare the plan with one process.")
 @click.option(
     "--sample", type=click.IntRange(0), default=0, help="After training, show so many ids of the model's own, as text where ids are bytes."

@@ -66,7 +66,7 @@ class LM:
         self.session: Session | None = None
         self.loader: RowLoader | None = None
         self._device = device
-        self._backend: Any = None
+        self._backend: Any = None, False
 
     def fit(
         self,
@@ -81,6 +81,7 @@ class LM:
         shuffle: bool = True,
         distributed: bool = False,
         distributed_backend: Any = None,
+        strict: bool = False,
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         optimizer: Any = None,
@@ -103,6 +104,7 @@ class LM:
             epochs: times that every row comes.
             distributed: train on the ranks that a launcher started. Without it, on this process alone.
             distributed_backend: label, or labels in order of preference; None when only one plugin claims.
+            strict: compare the collectives of every update with the ownership table, as in `attach`.
             optimizer: `parameters -> Optimizer`, or pattern -> that; by default AdamW with `lr` and `weight_decay`.
             schedule: `optimizer -> LRScheduler`, stepped once per update, such as `cosine_schedule(steps)`.
             max_grad_norm: clip the global norm to this; None leaves it.
@@ -131,6 +133,7 @@ class LM:
         session = self._attach(
             wanted,
             distributed_backend,
+            strict,
             loss=causal_lm_loss if dense else last_token_loss,
             optimizer=optimizer or partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay),
             schedule=schedule,
@@ -239,20 +242,21 @@ class LM:
             shuffle=shuffle,
         )
 
-    def _attach(self, plan: ParallelPlan, backend: Any, **options: Any) -> Session:
+    def _attach(self, plan: ParallelPlan, backend: Any, strict: bool, **options: Any) -> Session:
         if self.session is None:
-            self._backend = backend
-            return prepare(self.model, plan, backend=backend, seed=self.seed, plugins=self._plugins, device=self._device, **options)
-        if plan != self.session.plan or backend != self._backend:
+            self._backend = backend, strict
+            shared = {"seed": self.seed, "plugins": self._plugins, "device": self._device, "strict": strict}
+            return prepare(self.model, plan, backend=backend, **shared, **options)
+        if plan != self.session.plan or (backend, strict) != self._backend:
             raise UsageError(
-                f"the model is cut and owned as {self.session.plan.describe()}; fit under the same plan and backend, or build a new LM"
+                f"the model is cut and owned as {self.session.plan.describe()}; fit under the same ones, or build a new LM"
             )
         return Session(self.session.reduction, **options)
 
     def _ready(self) -> Session:
         if self.session is None:
             self.session = self._attach(
-                ParallelPlan(), None, loss=causal_lm_loss, optimizer=torch.optim.AdamW, schedule=None, max_grad_norm=None
+                ParallelPlan(), None, False, loss=causal_lm_loss, optimizer=torch.optim.AdamW, schedule=None, max_grad_norm=None
             )
         return self.session
 

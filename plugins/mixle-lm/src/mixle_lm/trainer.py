@@ -57,6 +57,7 @@ def run(context: Any, options: dict[str, Any]) -> int:
         epochs=options["epochs"],
         distributed=context.plan.world_size > 1,
         distributed_backend=context.backend,
+        strict=options["strict"],
         lr=options["lr"],
         weight_decay=options["weight_decay"],
         schedule=cosine_schedule(updates, warmup=options["warmup"]),
