@@ -22,7 +22,9 @@ def leave_out(module: nn.Module, raw_names: Iterable[str]) -> None:
     ignore = getattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", None)
     if ignore is None:
         raise CapabilityError(f"torch {torch.__version__}: DistributedDataParallel cannot leave parameters out; use torch 2.11 to 2.14")
-    ignore(module, list(raw_names))
+    names = list(raw_names)
+    # torch asks for module and parameter joined by a dot, so for `.name` where the module is the root
+    ignore(module, [*names, *(f".{name}" for name in names if "." not in name)])
 
 
 def no_buffer_broadcast() -> dict[str, Any]:

@@ -153,7 +153,7 @@ class DDPOwner:
             names = [name for name in present if self._rows[name].reduced == axes]
             said = self._mesh.announcer(self._owner, axes, names)
             reduce_coalesced([self._gradient(name) for name in names], group, announce=said)
-            counts.update(dict.fromkeys(names, 1))
+            counts.update({name: counts.get(name, 0) + 1 for name in names})
         for name in missing:
             counts.pop(name, None)
         for name in self._late:
