@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from mixle_core.cli.checkpoints import checkpoint
 from mixle_core.errors import MixleError, UsageError
 from mixle_core.plugins import ALLOW_LIST, allowed_by_environment, installed_plugins, require_installed
 
@@ -57,6 +58,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="mixle-core", prog_name="mixle")
 def cli() -> None:
     """Distributed PyTorch training with every gradient declared, arbitrated, executed once and auditable."""
+
+
+cli.add_command(checkpoint)
 
 
 @cli.command()
@@ -181,6 +185,7 @@ def explain(**options: Any) -> int:
     help="Try windows of 1, 4 and fewer backwards with and without clipping; full: also bf16, frozen, tied and unused parameters, "
     "and activation checkpointing.",
 )
+@click.option("--strict", is_flag=True, help="Compare the collectives of every update with the table, too.")
 def verify(**options: Any) -> int:
     """Train a plan for three updates beside one process and compare gradients, norms and parameters."""
     from mixle_core.cli.running import run_verify
@@ -234,6 +239,42 @@ def audit(**options: Any) -> int:
 
     callable_named(options["target"], "TARGET")
     callable_named(options["reference"], "--reference")
+    result = launch(["-m", "mixle_core.cli.rank", *sys.argv[1:]], plan.world_size)
+    if result.message:
+        raise _Failed(result.message, result.exit_code)
+    return result.exit_code
+
+
+@cli.command("infer-layout")
+@click.argument("target", required=False)
+@click.option("--plan", "plan_spec", default=None, metavar="MODULE:NAME", help="Instead of TARGET: a dict for parallelize_module.")
+@click.option("--reference", required=True, metavar="MODULE:CALLABLE", help="Builds the same weights in one process.")
+@click.option("--tp", type=click.IntRange(2), default=2, show_default=True, help="Ranks that split the model.")
+@click.option("--output", type=click.Path(dir_okay=False), default=None, help="Write the layout here instead of printing it.")
+@click.option("--batches", type=click.IntRange(2), default=2, show_default=True, help="Random batches that have to agree.")
+@click.option("--rows", type=click.IntRange(1), default=2, show_default=True, help="Rows of a batch.")
+@click.option("--length", type=click.IntRange(2), default=16, show_default=True, help="Tokens of a row.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def infer_layout(**options: Any) -> int:
+    """Measure a model that is split already, and write its layout.
+
+    TARGET (module:callable) builds the parallel model on every rank, in a process group that is there already; it may take `tp`. What
+    each local gradient is (whole, a term of a sum, of a slice) and how activations lie is compared with one process, and written as a
+    Python file for --layout or for a plugin.
+    """
+    from mixle_core.plan import ParallelPlan
+    from mixle_core.runtime.launch import is_rank, launch, limit_threads
+
+    plan = ParallelPlan(tp=options["tp"])
+    if is_rank():
+        from mixle_core.cli.inferring import run_infer
+
+        limit_threads()
+        return run_infer(plan, options)
+    from mixle_core.cli.inferring import require_sound
+
+    require_sound(options)
     result = launch(["-m", "mixle_core.cli.rank", *sys.argv[1:]], plan.world_size)
     if result.message:
         raise _Failed(result.message, result.exit_code)

@@ -100,7 +100,7 @@ def test_two_distributions_with_one_command_are_an_error_that_names_both(mixle, 
 def test_a_command_that_nobody_has_says_what_there_is(mixle):
     status, _, err = mixle("trian", "--model", "qwen3:tiny")
     assert status == 2
-    assert err.startswith("mixle: no command 'trian'; there are audit, explain, plugins, train, verify; ")
+    assert err.startswith("mixle: no command 'trian'; there are audit, checkpoint, explain, infer-layout, plugins, train, verify; ")
 
 
 def test_tables_are_saved_as_markdown_or_json(mixle, tmp_path):

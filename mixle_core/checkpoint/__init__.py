@@ -1,0 +1,15 @@
+"""Files of a checkpoint: written whole or not at all, read with every byte checked, and never run. No ranks, no plugins."""
+
+from mixle_core.checkpoint.catalogue import Step, clean, latest, prune, steps, survey
+from mixle_core.checkpoint.commit import begin, commit, discard
+from mixle_core.checkpoint.errors import CheckpointError
+from mixle_core.checkpoint.files import data_file
+from mixle_core.checkpoint.reader import Checkpoint, open_checkpoint
+from mixle_core.checkpoint.shards import Piece, Record, opaque, write_data
+
+__all__ = [
+    "begin", "write_data", "commit", "discard", "data_file", "Piece", "Record", "opaque",
+    "open_checkpoint", "Checkpoint",
+    "steps", "latest", "survey", "Step", "prune", "clean",
+    "CheckpointError",
+]  # fmt: skip
