@@ -27,6 +27,7 @@ PRELOAD = (
     "torch.nn.parallel",
     "mixle_core.runtime",
     "mixle_core.audit.verification",
+    "mixle_core.testing",
 )
 """What the fork server imports ahead; `preload` adds to it."""
 

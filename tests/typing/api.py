@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 import mixle_core as mx
 from mixle_core.runtime import AxisExecutor, Mesh, Observe, Owner, reduce_coalesced
+from mixle_core.testing import PluginConformance, check
 
 
 @mx.hookimpl
@@ -95,3 +96,26 @@ def use(model: nn.Module) -> float:
     session: mx.Session = mx.prepare(model, plan, loss=loss, optimizer={"**": partial(torch.optim.SGD, lr=0.1)}, max_grad_norm=1.0)
     receipt: mx.StepReceipt = session.train_batch(torch.ones(2, 2))
     return clipped + receipt.loss
+
+
+class TestMyPlugin(PluginConformance):
+    """A plugin author's tests."""
+
+    plugin_name = "mine"
+    beside = ("theirs",)
+    plans = (mx.ParallelPlan(), mx.ParallelPlan(tp=2))
+    sizes: ClassVar = {"tp": (2, 4)}
+    unsupported: ClassVar = {"tied_parameters": "it has none"}
+
+    def make_model(self) -> nn.Module:
+        """A small one."""
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def batch(self, update: int, backward: int, data_rank: int) -> torch.Tensor:
+        """Rows."""
+        return torch.ones(2, 4)
+
+    @check(since="0.1", needs=["discovered"])
+    def test_of_mine(self) -> None:
+        """A check of its own."""
+        assert self.plugin_name

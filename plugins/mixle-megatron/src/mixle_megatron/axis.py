@@ -62,7 +62,7 @@ class MegatronAxes:
         shell.mesh = mesh
         self._shell = shell
 
-    def _take_over(self, part: nn.Module, values: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    def _take_over(self, part: nn.Module, values: dict[str, nn.Parameter], mesh: Mesh) -> None:
         built = logical_parameters(part)
         odd = sorted(built.keys() ^ values.keys()) or [name for name in built if built[name].shape != values[name].shape]
         if odd:
@@ -73,7 +73,7 @@ class MegatronAxes:
             )
         placed: dict[int, nn.Parameter] = {}
         for name, old in built.items():
-            new = nn.Parameter(values[name].detach(), requires_grad=old.requires_grad)
+            new = nn.Parameter(values[name].detach(), requires_grad=values[name].requires_grad)
             new.__dict__.update(old.__dict__)  # what Megatron notes on its parameters
             placed[id(old)] = new
         for module in part.modules():
