@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from mixle_core.errors import CapabilityError
 
@@ -91,6 +92,26 @@ def observe_collectives(observe: Callable[[str, dist.ProcessGroup, int, Callable
         for key in ("AutogradCPU", "AutogradCUDA"):
             library.impl(name, counted, key, with_keyset=True)
     _libraries.append(library)
+
+
+def local_block(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and size, in the whole tensor, of what of a DTensor lies on this rank; also where two axes cut one dim.
+
+    Raises:
+        CapabilityError: pending sums, or a torch that computes it elsewhere.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CapabilityError(
+            f"a DTensor with placements {tensor.placements}: a pending sum has no value of its own; redistribute it before"
+        )
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError as error:
+        raise CapabilityError(
+            f"torch {torch.__version__} has no compute_local_shape_and_global_offset; use torch {TESTED[0]} to {TESTED[1]}"
+        ) from error
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(size)
 
 
 def default_store() -> Any:

@@ -308,6 +308,17 @@ def solo_group(owner: str) -> dist.ProcessGroup:
     return found
 
 
+def gloo_group(owner: str, timeout_s: float) -> dist.ProcessGroup:
+    """A group of all ranks over gloo, whatever the default group has, for what a thread beside the training sends. Collective at first."""
+    _forget_old_groups()
+    key = (tuple(range(dist.get_world_size())), f"mixle:{owner}:gloo", timeout_s)
+    found = _groups.get(key)
+    if found is None:
+        limit = datetime.timedelta(seconds=timeout_s)
+        _groups[key] = found = dist.new_group(backend="gloo", timeout=limit, group_desc=key[1])
+    return found
+
+
 def _forget_old_groups() -> None:
     if _groups_of != [dist.group.WORLD]:
         _groups.clear()

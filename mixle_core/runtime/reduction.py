@@ -50,6 +50,8 @@ class Reduction:
         model: the module that was passed, for its attributes and for evaluation without gradients.
         table: the ownership table.
         mesh: this rank's place in the plan.
+        seed: that `attach` was given.
+        background: says what failed beside the training, such as an asynchronous save; asked at every update, and raised on every rank.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Reduction:
         self.plugins = won.plugins
         self.mesh = mesh
         self.update = 0
+        self.seed = seed
+        self.background: Callable[[], Exception | None] = lambda: None
         self._owners = owners
         self._schedule = schedule
         rows = [row for row in won.table.rows if row.held_by(mesh.plan, mesh.rank)]
@@ -228,7 +232,7 @@ class Reduction:
         if self._stopped is not None:
             raise self._stopped
         gradients: dict[str, Gradient] = {}
-        failure: Exception | None = self._changed() or self._finished_before() or _bad_number(max_norm, loss_scale)
+        failure: Exception | None = self._changed() or self._finished_before() or _bad_number(max_norm, loss_scale) or self.background()
         square_sum = 0.0
         copies = self.mesh.plan.world_size // self.mesh.plan.data_size
         try:

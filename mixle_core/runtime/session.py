@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,6 +23,7 @@ from mixle_core.runtime.groups import raise_everywhere
 from mixle_core.runtime.models import Plugins
 from mixle_core.runtime.optimizers import OptimizerSpec, Schedule, build_optimizers
 from mixle_core.runtime.reduction import Reduction
+from mixle_core.runtime.saving import Loaded, SaveHandle, load_training_state, save_training_state
 
 
 def prepare(
@@ -68,7 +70,7 @@ class Session:
 
     Attributes:
         reduction: the attached model's gradients; `reduction.table` is the ownership table.
-        optimizers: pattern -> optimizer.
+        optimizers: pattern -> optimizer; `schedulers` likewise.
     """
 
     def __init__(
@@ -78,11 +80,11 @@ class Session:
         self.reduction = reduction
         self.plan = reduction.mesh.plan
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+        self.schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler] = {}
         failure: Exception | None = None
         try:
             self.optimizers = build_optimizers(optimizer, reduction.table, reduction.build_optimizer)
-            self.schedulers = [schedule(built) for built in self.optimizers.values()] if schedule else []
+            self.schedulers = {pattern: schedule(built) for pattern, built in self.optimizers.items()} if schedule else {}
         except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
             failure = error
         raise_everywhere(reduction.mesh, failure)
@@ -92,6 +94,7 @@ class Session:
         self._loss_scale = 1.0
         self._compared = False
         self._digest = 0
+        self._undefined: str | None = None
         self._start_window()
         made = {f"optimizer {pattern}": (type(o).__name__, _plain(o.defaults)) for pattern, o in self.optimizers.items()}
         reduction.require_alike("session", {"max_grad_norm": max_grad_norm, **made})
@@ -119,6 +122,7 @@ class Session:
             UsageError: fewer rows than microbatches, tensors that disagree about their number, or ranks of one data rank
                 with different rows.
         """
+        self._require_defined()
         pieces, rows = self._split(batch)
         if num_examples is not None and (not isinstance(num_examples, int) or not 0 <= num_examples <= rows):
             raise UsageError(f"num_examples={num_examples!r}: expected 0 to {rows}, the rows of the batch")
@@ -199,7 +203,7 @@ class Session:
         if reduced.skipped is None:
             for optimizer in self.optimizers.values():
                 optimizer.step()
-            for scheduler in self.schedulers:
+            for scheduler in self.schedulers.values():
                 scheduler.step()
             # a power of two near 1/tokens keeps half-precision gradients in range and changes no fp32 digit
             self._loss_scale = 2.0 ** -round(math.log2(reduced.num_tokens))
@@ -252,6 +256,80 @@ class Session:
         if not total_tokens:
             raise UsageError("evaluate: no batch had a loss token on any rank")
         return float(total_loss / total_tokens)
+
+    def save(
+        self,
+        root: str | Path,
+        *,
+        asynchronous: bool = False,
+        state: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        keep: int | None = None,
+        **options: Any,
+    ) -> Path | SaveHandle:
+        """Save everything that training goes on from, as the step `update` of `root`, between two updates. Collective.
+
+        Args:
+            root: directory of the run; each step becomes a directory in it.
+            asynchronous: return a handle at once; the values are those of now. What fails is raised by its `wait()`, or at the next
+                update that ends, on every rank.
+            state: key -> anything with `state_dict()`, such as a loader.
+            metadata: plain values, alike on every rank.
+            keep: delete all but so many steps afterwards.
+            **options: `checksum`, `wait_s`: as in `save_training_state`.
+
+        Raises:
+            UsageError: within a window of accumulated batches, whose gradients are not saved.
+            CheckpointError: on every rank; nothing was committed.
+        """
+        self._require_defined()
+        if self._batches:
+            raise UsageError(
+                f"save: {self._batches} of {self.plan.gradient_accumulation_steps} batches of the window have run, and their gradients are "
+                "not saved; save between updates, or call finish_accumulation() before"
+            )
+        numbers = {"num_skipped": self.num_skipped, "loss_scale": self._loss_scale}
+        return save_training_state(
+            self.reduction,
+            self.optimizers,
+            root,
+            step=self.update,
+            scheduler=self.schedulers,
+            state=state,
+            metadata=metadata,
+            session=numbers,
+            asynchronous=asynchronous,
+            keep=keep,
+            **options,
+        )
+
+    def load(self, root: str | Path, *, state: Mapping[str, Any] | None = None, missing_ok: bool = False, **options: Any) -> Loaded | None:
+        """Go on from the newest committed step of `root` (or from a step's directory), saved under this plan or any other. Collective.
+
+        Args:
+            state: key -> what is filled by its `load_state_dict`.
+            missing_ok: return None, and change nothing, where `root` has no step yet.
+            **options: `wait_s`: as in `load_training_state`.
+
+        Raises:
+            CheckpointError: on every rank. The session then refuses to train until another load succeeds.
+        """
+        self._start_window()
+        self.reduction.zero()
+        self._undefined = "a load failed halfway"
+        shared = {"scheduler": self.schedulers, "state": state, "missing_ok": missing_ok, **options}
+        loaded = load_training_state(self.reduction, self.optimizers, root, **shared)
+        self._undefined = None
+        if loaded is None:
+            return None
+        self.reduction.update = loaded.step
+        self.num_skipped = int(loaded.session.get("num_skipped", 0))
+        self._loss_scale = float(loaded.session.get("loss_scale", 1.0))
+        return loaded
+
+    def _require_defined(self) -> None:
+        if self._undefined is not None:
+            raise UsageError(f"{self._undefined}, so parameters and optimizer are undefined; load a step, or start anew")
 
     def close(self) -> None:
         """Remove the hooks of `attach`."""

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from mixle_core.errors import PluginError
-from mixle_core.layout import Shard
+from mixle_core.layout import ParameterLayout, Shard
 from mixle_core.ownership import Bid, Row, exactly_one
 from mixle_core.plan import ParallelPlan
 
@@ -66,11 +66,11 @@ class Block:
         return tensor
 
 
-def blocks_of(row: Row, plan: ParallelPlan, position: Mapping[str, int]) -> tuple[Block, ...]:
+def blocks_of(row: Row | ParameterLayout, plan: ParallelPlan, position: Mapping[str, int]) -> tuple[Block, ...]:
     """How one rank's local tensor lies in the whole one: a block, or one for each part of a fused matrix.
 
     Args:
-        row: of the ownership table; its roles cut the tensor.
+        row: of the ownership table, or a parameter's layout; its roles cut the tensor.
         position: of the rank on every axis, as `Mesh.position`.
     """
     segments = [[(0, 0, extent)] for extent in row.shape]  # for each dim: (in the whole, in the local tensor, length)

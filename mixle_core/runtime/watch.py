@@ -201,9 +201,10 @@ class Watch:
         ranges = [_memory(tensor) for tensor in tensors]
         found = []
         for name, parameter in self._parameters.items():
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            start, stop = _memory(parameter.grad)
+            start, stop = _memory(gradient)
             if start < stop and any(start < high and low < stop for low, high in ranges):
                 found.append(name)
         return found

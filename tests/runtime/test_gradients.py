@@ -156,7 +156,7 @@ def poisoned_session(value, everywhere):
         receipt = session.train_batch(torch.full((1,), update))
         parameters = {name: p.detach().clone() for name, p in session.reduction.named_parameters()}
         state = [s["exp_avg"].clone() for s in session.optimizers["**"].state.values()]
-        trail.append((receipt, parameters, state, session.schedulers[0].last_epoch))
+        trail.append((receipt, parameters, state, session.schedulers["**"].last_epoch))
     return trail
 
 

@@ -211,9 +211,7 @@ def test_a_second_fit_goes_on_and_another_plan_is_refused():
     first = lm.fit(ids, sequence_length=8, batch_size=4, steps=3)
     second = lm.fit(ids, sequence_length=8, batch_size=4, steps=2)
     assert [receipt.update for receipt in (*first.receipts, *second.receipts)] == [0, 1, 2, 3, 4]
-    with pytest.raises(
-        mx.UsageError, match=r"^the model is cut and owned as one process; fit under the same ones, or build a new LM$"
-    ):
+    with pytest.raises(mx.UsageError, match=r"^the model is cut and owned as one process; fit under the same ones, or build a new LM$"):
         lm.fit(ids, sequence_length=8, steps=1, gradient_accumulation_steps=2)
 
 

@@ -31,12 +31,16 @@ class FitResult:
         seconds: of the training loop, without set-up.
         documents_separate: whether a forward was seen not to let documents look at each other; None when the token ids
             have no documents.
+        resumed: updates of the run before this fit, of the step that it went on from; None when it began anew.
+        checkpoint: the step that holds what the fit ended with, where it was told to save.
     """
 
     receipts: tuple[StepReceipt, ...]
     table: OwnershipTable
     seconds: float
     documents_separate: bool | None = None
+    resumed: int | None = None
+    checkpoint: Path | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +92,11 @@ def cosine_schedule(
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def num_batches(loader: RowLoader, steps: int | None, epochs: int | None, accumulation: int) -> int:
+def num_batches(loader: RowLoader, steps: int | None, epochs: int | None, accumulation: int, *, done: int | None = None) -> int:
     """How many batches a fit takes: those of `steps` updates, or those that `epochs` (counted from the first) have left.
+
+    Args:
+        done: updates before a resume, which count as part of `steps`; with it, nothing may be left.
 
     Raises:
         UsageError: both, or numbers below 1, or nothing left.
@@ -98,11 +105,11 @@ def num_batches(loader: RowLoader, steps: int | None, epochs: int | None, accumu
         raise UsageError(f"steps={steps} and epochs={epochs}: give one of them")
     if steps is not None:
         require_whole("steps", steps)
-        return steps * accumulation
+        return max(0, steps - (done or 0)) * accumulation
     wanted = 1 if epochs is None else epochs
     require_whole("epochs", wanted)
     left = loader.batches_left(wanted)
-    if not left:
+    if not left and done is None:
         raise UsageError(
             f"the loader stands at the end of epoch {loader.epoch + 1} and epochs={wanted}: nothing is left; give more epochs, or steps"
         )
@@ -110,17 +117,27 @@ def num_batches(loader: RowLoader, steps: int | None, epochs: int | None, accumu
 
 
 def run(
-    session: Session, loader: RowLoader, batches: int, *, callback: Callable[[StepReceipt], None] | None, progress: bool | None
+    session: Session,
+    loader: RowLoader,
+    batches: int,
+    *,
+    callback: Callable[[StepReceipt], None] | None,
+    progress: bool | None,
+    saved: Callable[[Session, RowLoader], None],
 ) -> tuple[tuple[StepReceipt, ...], float]:
     """Train on the next `batches` batches and return the receipts of the updates and the seconds that took.
 
     Windows of accumulated batches go on from one epoch into the next; the last one of a fit may be short.
+
+    Args:
+        saved: called after each update, to save when its turn has come.
     """
     receipts: list[StepReceipt] = []
     updates = math.ceil(batches / session.plan.gradient_accumulation_steps)
     started = time.perf_counter()
     for receipt in shown(_updates(session, loader, batches), updates, session.reduction.mesh.rank == 0, progress):
         receipts.append(receipt)
+        saved(session, loader)
         if callback is not None:
             callback(receipt)
     return tuple(receipts), time.perf_counter() - started

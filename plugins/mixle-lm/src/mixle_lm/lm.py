@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from mixle_lm.generate import generate
 from mixle_lm.loader import RowLoader
 from mixle_lm.losses import causal_lm_loss, last_token_loss
 from mixle_lm.rows import Rows
+from mixle_lm.saving import Saving
 
 log = structlog.get_logger(__name__)
 
@@ -88,6 +90,10 @@ class LM:
         schedule: Any = None,
         max_grad_norm: float | None = 1.0,
         loader_state: Mapping[str, Any] | None = None,
+        save_to: str | Path | None = None,
+        save_every: int | None = None,
+        keep: int | None = None,
+        resume: str | Path | None = None,
         callback: Callable[[StepReceipt], None] | None = None,
         progress: bool | None = None,
         **plan: Any,
@@ -109,13 +115,18 @@ class LM:
             schedule: `optimizer -> LRScheduler`, stepped once per update, such as `cosine_schedule(steps)`.
             max_grad_norm: clip the global norm to this; None leaves it.
             loader_state: what `loader.state_dict()` said: the rows go on from there.
+            save_to: directory of the run, where its last state is saved as a step.
+            save_every: save every so many updates, too, beside the training.
+            keep: leave the newest so many steps.
+            resume: "auto" goes on from the newest step of `save_to`, if there is one; a directory from the newest step there, or from
+                a step. Then `steps` and `epochs` count from the start of the run, and `loader_state` comes from the step.
             callback: called with the receipt of each update, on every rank.
             progress: False shows nothing, None a bar on a terminal, True also lines elsewhere.
             **plan: fields of ParallelPlan, such as `dp_shard=8, precision="bf16", microbatches=4, gradient_accumulation_steps=8`.
 
         Returns:
             The receipts, the ownership table and the time. A second `fit` under the same plan trains the same parameters on;
-            its optimizer and schedule start anew.
+            its optimizer and schedule start anew, unless it resumes.
 
         Raises:
             UsageError: input that cannot be right.
@@ -123,6 +134,7 @@ class LM:
             MixleError: whatever else stands in the way of the plan, on every rank.
         """
         wanted = _plan(plan, distributed=distributed, dense=dense)
+        saving = Saving(save_to, save_every, keep, resume)
         rows = Rows(
             token_ids,
             length=sequence_length,
@@ -144,14 +156,16 @@ class LM:
             loader.load_state_dict(loader_state)
         options = {"dense": dense, "eos_token_id": eos_token_id, "batch_size": batch_size, "steps": steps, "epochs": epochs}
         session.reduction.require_alike("fit", {**options, **loader.state_dict()})
-        batches = fitting.num_batches(loader, steps, epochs, wanted.gradient_accumulation_steps)
+        resumed = saving.resumed(session, loader)
+        batches = fitting.num_batches(loader, steps, epochs, wanted.gradient_accumulation_steps, done=resumed)
         self.session, self.loader = session, loader
         separate = self._documents_separate(session, rows) if rows.documents else None
         session.module.train()
-        receipts, seconds = fitting.run(session, loader, batches, callback=callback, progress=progress)
+        receipts, seconds = fitting.run(session, loader, batches, callback=callback, progress=progress, saved=saving.after)
+        checkpoint = saving.finish(session, loader)
         if separate:  # weights that start at zero may have hidden what documents tell each other
             separate = self._documents_separate(session, rows)
-        return fitting.FitResult(receipts, session.reduction.table, seconds, separate)
+        return fitting.FitResult(receipts, session.reduction.table, seconds, separate, resumed, checkpoint)
 
     def _documents_separate(self, session: Session, rows: Rows) -> bool:
         separate = documents_separate(session, rows)
@@ -248,9 +262,7 @@ class LM:
             shared = {"seed": self.seed, "plugins": self._plugins, "device": self._device, "strict": strict}
             return prepare(self.model, plan, backend=backend, **shared, **options)
         if plan != self.session.plan or (backend, strict) != self._backend:
-            raise UsageError(
-                f"the model is cut and owned as {self.session.plan.describe()}; fit under the same ones, or build a new LM"
-            )
+            raise UsageError(f"the model is cut and owned as {self.session.plan.describe()}; fit under the same ones, or build a new LM")
         return Session(self.session.reduction, **options)
 
     def _ready(self) -> Session:

@@ -62,12 +62,20 @@ def run(context: Any, options: dict[str, Any]) -> int:
         weight_decay=options["weight_decay"],
         schedule=cosine_schedule(updates, warmup=options["warmup"]),
         max_grad_norm=options["max_grad_norm"] or None,
+        save_to=options["save_to"],
+        save_every=options["save_every"],
+        keep=options["keep"],
+        resume=options["resume"],
         callback=show,
         progress=not context.as_json,
         **attrs.asdict(context.plan),
     )
     loss = lm.evaluate(held_out, eos_token_id=eos, batch_size=options["batch_size"], dense=dense)
     number, rate = len(result.receipts), result.tokens_per_s
+    if result.resumed is not None:
+        say(context, f"went on after update {result.resumed}", {"resumed": result.resumed})
+    if result.checkpoint is not None:
+        say(context, f"saved {result.checkpoint}", {"checkpoint": str(result.checkpoint)})
     say(
         context,
         f"held out: {loss:.3f} nats per token after {number} updates in {result.seconds:.0f} s ({rate:,.0f} tokens/s)",

@@ -1,0 +1,122 @@
+"""Ranks that save or load together: they wait for each other for a short time only, and learn what failed on any."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from mixle_core.checkpoint import CheckpointError
+from mixle_core.errors import MixleError
+from mixle_core.runtime._upstream import default_store
+from mixle_core.runtime.groups import gloo_group
+
+ARRIVE_WITHIN_S = 20.0
+"""A rank that calls save or load waits so long for the others to call it, too."""
+
+_calls: collections.Counter[str] = collections.Counter()
+
+
+class Meeting:
+    """The ranks of one save or load, on a process group of their own (gloo, with the plan's timeout).
+
+    Args:
+        what: the call, for messages, such as "save of step 12".
+        timeout_s: of its collectives.
+        wait_s: for ranks that do not call at all.
+
+    Raises:
+        CheckpointError: on the ranks that called, when others do not within `wait_s`.
+    """
+
+    def __init__(self, what: str, *, timeout_s: float, wait_s: float = ARRIVE_WITHIN_S) -> None:
+        self.what = what
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._group: dist.ProcessGroup | None = None
+        if self.size > 1:
+            _arrive(what, self.rank, self.size, min(wait_s, timeout_s))
+            self._group = gloo_group("checkpoint", timeout_s)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """`value` of every rank on the first; None on the others."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._do(lambda: dist.gather_object(value, everyone, group=self._group, group_dst=0))
+        return everyone
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """This rank's element of what the first rank has."""
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        self._do(lambda: dist.scatter_object_list(mine, values, group=self._group, group_src=0))
+        return mine[0]
+
+    def share(self, value: Any) -> Any:
+        """What the first rank has."""
+        return self.scatter([value] * self.size if self.rank == 0 else None)
+
+    def settle(self, failure: Exception | None) -> None:
+        """Raise on every rank what failed on any; each rank calls it at the same point.
+
+        Raises:
+            CheckpointError: naming the rank.
+        """
+        failures = self.gather(None if failure is None else as_error(failure))
+        text = first_failure(failures) if failures is not None else None
+        found = self.share(text)
+        if found is not None:
+            raise found if failure is None or self.size > 1 else as_error(failure)
+
+    def _do(self, collective: Any) -> None:
+        try:
+            collective()
+        except (RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0][:300]
+            raise CheckpointError(
+                f"{self.what}: rank {self.rank} lost another rank, which ended or stopped ({text}); way out: start the "
+                "ranks anew; what was "
+                "committed before loads"
+            ) from error
+
+
+def _arrive(what: str, rank: int, size: int, wait_s: float) -> None:
+    """Wait until all ranks call; through the store, since a rank that calls alone would hang in any collective."""
+    store = default_store()
+    _calls[what] += 1
+    keys = [f"mixle/meet/{what}/{_calls[what]}/{other}" for other in range(size)]
+    store.set(keys[rank], b"here")
+    deadline = time.monotonic() + wait_s
+    try:
+        store.wait(keys, datetime.timedelta(seconds=wait_s))
+    except (RuntimeError, ValueError) as error:
+        if time.monotonic() < deadline - 1.0:
+            raise CheckpointError(f"{what}: the ranks cannot reach each other: {str(error).splitlines()[0][:300]}") from error
+        late = [str(other) for other in range(size) if not store.check([keys[other]])]
+        raise CheckpointError(
+            f"{what}: rank{'s' * (len(late) > 1)} {', '.join(late[:8])} did not call it within {wait_s:.0f} s; every "
+            "rank calls it, also those "
+            "that write nothing"
+        ) from error
+
+
+def as_error(failure: BaseException) -> CheckpointError:
+    """A failure as an error of plain text, which crosses processes whatever it was."""
+    if isinstance(failure, CheckpointError):
+        return failure
+    said = str(failure) if isinstance(failure, MixleError) else f"{type(failure).__name__}: {failure}"
+    return CheckpointError(said)
+
+
+def first_failure(failures: list[CheckpointError | None]) -> CheckpointError | None:
+    """The failure of the first rank that has one, with its number."""
+    found = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+    if not found:
+        return None
+    rank, failure = found[0]
+    return failure.on_rank(rank) if len(failures) > 1 and not failure.rank else failure

@@ -1,0 +1,70 @@
+"""What objects with a state dict say: plain values as they are, and tensors inside taken out, to be written as tensors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mixle_core.checkpoint import CheckpointError
+
+_TENSOR = "mixle tensor"
+_WORDS = 4096
+
+
+def take_tensors(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """`value` with a mark in place of every tensor in its dicts, lists and tuples, and the tensors by key.
+
+    Args:
+        where: the key of the value; those of its tensors begin with it.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def taken(item: Any, path: str) -> Any:
+        if isinstance(item, torch.Tensor):
+            if type(item) not in (torch.Tensor, torch.nn.Parameter):
+                raise CheckpointError(f"{path}: a {type(item).__name__}; expected a plain tensor; way out: give its local values")
+            found[path] = item.detach()
+            return {_TENSOR: path, "digest": digest(item)}  # so that values compare as their tensors do
+        if type(item) is dict:
+            if _TENSOR in item:
+                raise CheckpointError(f"{path}: the key {_TENSOR!r} is taken; way out: use another key")
+            return {key: taken(inner, f"{path}.{key}") for key, inner in item.items()}
+        if type(item) in (list, tuple):
+            return type(item)(taken(inner, f"{path}[{index}]") for index, inner in enumerate(item))
+        return item
+
+    return taken(value, where), found
+
+
+def put_tensors(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
+    """Undo `take_tensors`."""
+    if isinstance(value, Mapping):
+        if _TENSOR in value:
+            return read(value[_TENSOR])
+        return {key: put_tensors(inner, read) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(put_tensors(inner, read) for inner in value)
+    return value
+
+
+def own_tensor(path: str, rank: int) -> str:
+    """Key of a tensor inside a value of one rank."""
+    return f"{path}/{rank}"
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A cheap number that differs when values differ: sums of words, in order; at memory speed, and on the device it lies on."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.numel():
+        return 0
+    data = flat.view(torch.uint8)
+    whole = data.numel() // (8 * _WORDS) * 8 * _WORDS
+    found = 0
+    if whole and data.data_ptr() % 8 == 0:
+        sums = data[:whole].view(torch.int64).view(-1, _WORDS).sum(1)
+        found = zlib.crc32(sums.cpu().numpy().data)
+        data = data[whole:]
+    return zlib.crc32(data.cpu().contiguous().numpy().data, found)
