@@ -14,7 +14,7 @@ from mixle_core.runtime.saving.held import Held, local_of, names_of
 from mixle_core.runtime.saving.meeting import Meeting, as_error
 from mixle_core.runtime.saving.merging import OPTIMIZER_VALUES, OPTIMIZERS, OWN
 from mixle_core.runtime.saving.plain import own_tensor, put_tensors
-from mixle_core.runtime.saving.snapshot import BUFFER, own_buffer
+from mixle_core.runtime.saving.snapshot import BUFFER, held_in, kind_of, own_buffer
 from mixle_core.runtime.state import PARAMETER
 
 _log = structlog.get_logger("mixle.checkpoint")
@@ -131,7 +131,7 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, torch.Tensor], ra
 
 def fill_optimizers(
     checkpoint: Checkpoint, optimizers: Mapping[str, torch.optim.Optimizer], held: Iterable[Held], elsewhere: Collection[str]
-) -> None:
+) -> dict[str, list[int]]:
     """Give the optimizers the saved state of their parameters and the options of their groups.
 
     What was never stepped has no state and gets none. State of parameters that no optimizer holds here is passed over.
@@ -139,33 +139,40 @@ def fill_optimizers(
     Args:
         elsewhere: names whose state a plugin loads.
 
+    Returns:
+        Pattern -> for each group here, the place of the group that was saved.
+
     Raises:
         CheckpointError: an optimizer or group that was not saved, state of another shape.
     """
-    by_id = names_of(held)
+    by_id, places = names_of(held), dict[str, list[int]]()
     described, values = checkpoint.value(OPTIMIZERS), checkpoint.values.get(OPTIMIZER_VALUES, {})
     for pattern, optimizer in optimizers.items():
-        if pattern not in described or described[pattern]["class"] != type(optimizer).__name__:
+        if pattern not in described or described[pattern]["class"] != kind_of(optimizer):
             was = described[pattern]["class"] if pattern in described else f"{', '.join(map(repr, described)) or 'none'}"
             raise CheckpointError(
-                f"{checkpoint.path}: optimizer {pattern!r} is a {type(optimizer).__name__} here, and {was} was saved; expected the same "
+                f"{checkpoint.path}: optimizer {pattern!r} is a {kind_of(optimizer)} here, and {was} was saved; expected the same "
                 "optimizer for the same pattern",
                 path=str(checkpoint.path),
             )
         groups = described[pattern]["groups"]
+        places[pattern] = []
         for number, group in enumerate(optimizer.param_groups):
-            known = [by_id[id(parameter)] for parameter in group["params"] if id(parameter) in by_id]
-            _set_options(checkpoint, pattern, number, group, groups, [one.name for one in known])
+            known = held_in(group, optimizer, by_id)
+            places[pattern].append(_set_options(checkpoint, pattern, number, group, groups, [one.name for one in known]))
             for one in known:
                 if one.name not in elsewhere:
                     _fill_state(checkpoint, optimizer, group, one, values.get(one.name, {}))
+    return places
 
 
 def _set_options(
     checkpoint: Checkpoint, pattern: str, number: int, group: dict[str, Any], saved: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> None:
+) -> int:
     where = [index for index, other in enumerate(saved) if set(names) & set(other["names"])] if names else [number]
-    if len(where) != 1 or where[0] >= len(saved):
+    # what was saved in several groups, as Megatron has experts in one of their own, may have had the same options
+    alike = where and where[-1] < len(saved) and all(saved[index]["options"] == saved[where[0]]["options"] for index in where)
+    if not alike:
         raise CheckpointError(
             f"{checkpoint.path}: group {number} of optimizer {pattern!r} has parameters of {len(where)} groups that were saved, such as "
             f"{names[0] if names else 'none'}; expected the same groups; way out: build the optimizer as it was",
@@ -181,6 +188,7 @@ def _set_options(
             path=str(checkpoint.path),
         )
     group.update(options)
+    return where[0]
 
 
 def _fill_state(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mixle_core.checkpoint import CheckpointError
+from mixle_core.checkpoint.values import MAX_DEPTH
 
 _TENSOR = "mixle tensor"
 _WORDS = 4096
@@ -47,6 +48,17 @@ def put_tensors(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
         return {key: put_tensors(inner, read) for key, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(put_tensors(inner, read) for inner in value)
+    return value
+
+
+def copied(value: Any, depth: int = 0) -> Any:
+    """`value` with dicts, lists and tuples of its own; everything else in it that can be stored cannot change."""
+    if depth > MAX_DEPTH:  # refused when it is stored
+        return value
+    if type(value) is dict:
+        return {key: copied(inner, depth + 1) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(inner, depth + 1) for inner in value)
     return value
 
 

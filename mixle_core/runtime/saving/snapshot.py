@@ -91,14 +91,26 @@ def optimizer_items(
     for pattern, optimizer in optimizers.items():
         groups = []
         for group in optimizer.param_groups:
-            known = [by_id[id(parameter)] for parameter in group["params"] if id(parameter) in by_id]
+            known = held_in(group, optimizer, by_id)
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({"names": sorted(one.name for one in known), "options": options})
             for one in known:
                 if one.name not in named_elsewhere:
                     _add_state(one, pattern, optimizer.state.get(one.parameter, {}), items, values)
-        described[pattern] = {"class": type(optimizer).__name__, "groups": groups}
+        described[pattern] = {"class": kind_of(optimizer), "groups": groups}
     return items, values, described
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Class name of an optimizer; of the one inside where it only drives another (`stands_for`)."""
+    return str(getattr(optimizer, "stands_for", type(optimizer)).__name__)
+
+
+def held_in(group: Mapping[str, Any], optimizer: torch.optim.Optimizer, by_id: Mapping[int, Held]) -> list[Held]:
+    """Parameters of this rank in a group; an optimizer that steps slices of its own says of which parameter (`whole`)."""
+    whole: Callable[[Any], Any] = getattr(optimizer, "whole", lambda parameter: parameter)
+    found = [by_id.get(id(whole(parameter))) for parameter in group["params"]]
+    return [one for one in found if one is not None]
 
 
 def _add_state(one: Held, pattern: str, state: Mapping[str, Any], items: list[Item], values: dict[str, Any]) -> None:

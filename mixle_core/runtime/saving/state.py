@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mixle_core.runtime.saving.generators import generator_states, restore_gener
 from mixle_core.runtime.saving.held import persistent_buffers, reshard
 from mixle_core.runtime.saving.meeting import ARRIVE_WITHIN_S, Meeting
 from mixle_core.runtime.saving.merging import OPTIMIZER_VALUES, OPTIMIZERS, OWN, SCHEDULERS, merged
-from mixle_core.runtime.saving.plain import own_tensor
+from mixle_core.runtime.saving.plain import copied, own_tensor
 from mixle_core.runtime.saving.snapshot import (
     Item,
     Snapshot,
@@ -118,9 +118,9 @@ def save_training_state(
         prepare = partial(_given, _staged(take()), None)
     except Exception as error:  # the others learn of it in the first collective of the save
         prepare = partial(_given, None, error)
-    handle = in_background(step, partial(save_together, meeting, request, prepare))
+    handle = in_background(step, partial(save_together, meeting, request, prepare), meeting.largest)
     if isinstance(model, Reduction):
-        model.background = handle.take_failure
+        model.background = lambda: handle.poll(model.update)
     return handle
 
 
@@ -195,7 +195,8 @@ def _snapshot(
     items += buffer_items(persistent_buffers(subject.model, subject.transparent))
     own, tensors = stateful_values(objects)
     opaque = {own_tensor(key, rank): tensor for key, tensor in tensors.items()}
-    opaque |= {f"generator/{rank}/{name}": state for name, state in generator_states(subject.device).items()}
+    drawn = generator_states(subject.device) | {f"{_MODELS}{name}": state for name, state in _of_the_model(subject).items()}
+    opaque |= {f"generator/{rank}/{name}": state for name, state in drawn.items()}
     items += opaque_items(opaque)
     shared = {
         **subject.facts,
@@ -210,12 +211,26 @@ def _snapshot(
     return Snapshot(tuple(items), shared, own)
 
 
+_MODELS = "model:"
+"""What the names of a model's own generators begin with."""
+
+
+def _of_the_model(subject: Subject) -> Mapping[str, torch.Tensor]:
+    """States of generators that a model has beside torch's, by name: its `generator_states()`, which `set_generator_states` takes back.
+
+    None of them means that it seeds them anew, as it does when it is new, from torch's own.
+    """
+    found: Mapping[str, torch.Tensor] = getattr(subject.model, "generator_states", dict)()
+    return found
+
+
 def _staged(snapshot: Snapshot) -> Snapshot:
     items = staged(snapshot.items, _staging, clone=_clone)
     kept = {id(item.piece.tensor) for item in items}
     for key in [key for key, tensor in _staging.items() if id(tensor) not in kept]:
         del _staging[key]
-    return attrs.evolve(snapshot, items=tuple(items))
+    # what lists and dicts of the caller hold now: they are read again in the thread, when training has gone on
+    return attrs.evolve(snapshot, items=tuple(items), shared=copied(snapshot.shared), own=copied(snapshot.own))
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,8 +253,8 @@ def _fill(
     loading.require_names(checkpoint, {one.name for one in native}, "parameter", everywhere=subject.everywhere)
     loading.fill_parameters(checkpoint, native)
     loading.fill_buffers(checkpoint, persistent_buffers(subject.model, subject.transparent), rank if same else 0)
-    loading.fill_optimizers(checkpoint, optimizers, subject.held, elsewhere)
-    _fill_schedulers(checkpoint, schedulers)
+    places = loading.fill_optimizers(checkpoint, optimizers, subject.held, elsewhere)
+    _fill_schedulers(checkpoint, schedulers, places)
     plain = {}
     for key, thing in objects.items():
         value = loading.own_value(checkpoint, key, rank, same_ranks=same)
@@ -253,13 +268,17 @@ def _fill(
     # at the end: what was loaded above may have drawn numbers
     if same:
         names = [key.rpartition("/")[2] for key in checkpoint.metadata.opaque if key.startswith(f"generator/{rank}/")]
-        restore_generators({name: checkpoint.opaque(f"generator/{rank}/{name}") for name in names}, subject.device)
+        states = {name: checkpoint.opaque(f"generator/{rank}/{name}") for name in names}
+        restore_generators(states, subject.device)
+        own_states = {name.removeprefix(_MODELS): state for name, state in states.items() if name.startswith(_MODELS)}
+        getattr(subject.model, "set_generator_states", _same)(own_states)
     else:
+        getattr(subject.model, "set_generator_states", _same)({})
         seed_generators(subject.seed, checkpoint.step, subject.position)
     return Loaded(checkpoint.step, checkpoint.path, checkpoint.value("metadata"), plain, checkpoint.value("session"), same)
 
 
-def _fill_schedulers(checkpoint: Checkpoint, schedulers: Mapping[str, Any]) -> None:
+def _fill_schedulers(checkpoint: Checkpoint, schedulers: Mapping[str, Any], places: Mapping[str, Sequence[int]]) -> None:
     saved = checkpoint.value(SCHEDULERS)
     odd = sorted(schedulers.keys() - saved.keys())
     if odd:
@@ -281,7 +300,24 @@ def _fill_schedulers(checkpoint: Checkpoint, schedulers: Mapping[str, Any]) -> N
             )
         given = scheduler.state_dict()
         kinds = {key: type(given[key]) for key in given if isinstance(given[key], dict)}  # a Counter, for one
-        scheduler.load_state_dict({key: kinds.get(key, _same)(value) for key, value in saved[pattern].items()})
+        by_group = places.get(pattern, ())
+        described = checkpoint.value(OPTIMIZERS).get(pattern, {"groups": ()})
+        state = _regrouped(saved[pattern], given, by_group, len(described["groups"]))
+        scheduler.load_state_dict({key: kinds.get(key, _same)(value) for key, value in state.items()})
+
+
+def _regrouped(saved: Any, here: Any, places: Sequence[int], number: int) -> Any:
+    """What a scheduler has for each group of its optimizer, for the groups as they are here, where there were more or fewer."""
+    if len(places) == number:
+        return saved
+    if isinstance(saved, dict) and isinstance(here, dict):
+        return {key: _regrouped(value, here.get(key), places, number) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(here, list):
+        if len(saved) == number and len(here) == len(places):
+            return [saved[place] for place in places]
+        if len(saved) == len(here):
+            return [_regrouped(value, other, places, number) for value, other in zip(saved, here, strict=True)]
+    return saved
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import sys
@@ -85,22 +86,24 @@ def save_together(meeting: Meeting, request: Request, prepare: Callable[[], Snap
             orders = [(None, str(part), share) for share in shares]
         else:
             orders = [(failure, None, ())] * meeting.size
-    failure, place, share = meeting.scatter(orders)
-    if failure is not None:
-        raise failure
-    assert snapshot is not None
-    records, failure = _attempt(lambda: _write(request, Path(place), meeting.rank, snapshot.items, share))
-    written = meeting.gather((failure, records))
-    outcome: Any = None
-    if written is not None:
-        assert part is not None
-        outcome, failure = _attempt(lambda: _commit(request, part, values, written))
+    try:
+        failure, place, share = meeting.scatter(orders)
         if failure is not None:
-            outcome = failure
+            raise failure
+        assert snapshot is not None
+        records, failure = _attempt(lambda: _write(request, Path(place), meeting.rank, snapshot.items, share))
+        written = meeting.gather((failure, records))
+        outcome: Any = None
+        if written is not None:
+            assert part is not None
+            outcome, failure = _attempt(lambda: _commit(request, part, values, written))
+        outcome = meeting.share(outcome if failure is None else failure)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+    except CheckpointError:
+        if part is not None:  # on the first rank, also when it lost another; once it is renamed there is nothing of that name
             _attempt(lambda: discard(part))
-    outcome = meeting.share(outcome)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
+        raise
     return Path(outcome)
 
 
@@ -210,19 +213,31 @@ class SaveHandle:
         step: the update after which it was taken.
     """
 
-    def __init__(self, step: int, save: Callable[[], Path]) -> None:
+    def __init__(self, step: int, save: Callable[[], Path], agree: Callable[[int], int] = int) -> None:
         self.step = step
         self._path: Path | None = None
         self._failure: CheckpointError | None = None
         self._taken = False
-        self._thread = threading.Thread(target=self._run, args=(save,), name=f"mixle save of step {step}")
+        self._lock = threading.Lock()
+        self._seen = -1  # the last update that asked and heard of no failure
+        self._raise_after = -1
+        self._agreed = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(save, agree), name=f"mixle save of step {step}")
         self._thread.start()
 
-    def _run(self, save: Callable[[], Path]) -> None:
+    def _run(self, save: Callable[[], Path], agree: Callable[[int], int]) -> None:
         try:
             self._path = save()
         except BaseException as error:
-            self._failure = as_error(error)
+            with self._lock:
+                self._failure = as_error(error)
+                seen = self._seen
+            # a rank may hear of it an update before another: all raise it at the first one that none has passed
+            try:
+                with contextlib.suppress(Exception):  # a rank is lost: then at once
+                    self._raise_after = agree(seen)
+            finally:
+                self._agreed.set()
 
     @property
     def done(self) -> bool:
@@ -251,15 +266,35 @@ class SaveHandle:
         self._taken = True
         return self._failure
 
+    def poll(self, update: int) -> CheckpointError | None:
+        """What failed, if nobody has heard of it yet: on every rank at the same update.
+
+        Args:
+            update: that is about to end; each rank asks at each.
+        """
+        with self._lock:
+            if self._failure is None:
+                self._seen = update
+                return None
+        self._agreed.wait()
+        if self._taken or update <= self._raise_after:
+            return None
+        self._taken = True
+        return self._failure
+
 
 _started: list[SaveHandle] = []
 
 
-def in_background(step: int, save: Callable[[], Path]) -> SaveHandle:
-    """Start a save; the one before it must have ended."""
+def in_background(step: int, save: Callable[[], Path], agree: Callable[[int], int]) -> SaveHandle:
+    """Start a save; the one before it must have ended.
+
+    Args:
+        agree: the largest of the ranks' numbers. Collective, called in the thread of the save after it failed.
+    """
     if not _started:
         atexit.register(_judge_at_exit)
-    handle = SaveHandle(step, save)
+    handle = SaveHandle(step, save, agree)
     _started[:] = [handle]
     return handle
 
@@ -281,7 +316,7 @@ def _judge_at_exit() -> None:
     """A save that failed and was never asked for must not end in success."""
     failure = _started[0].take_failure() if _started else None
     if failure is not None:
-        print(f"mixle: {failure}", file=sys.stderr, flush=True)  # noqa: T201 - the process ends here
+        print(f"mixle: {' '.join(str(failure).split())}", file=sys.stderr, flush=True)  # noqa: T201 - the process ends here
         sys.stdout.flush()
         os._exit(1)
 

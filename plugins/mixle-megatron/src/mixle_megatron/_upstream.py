@@ -288,6 +288,25 @@ def seed_random_states(seeds: Mapping[str, int]) -> None:
         _states[name] = torch.Generator().manual_seed(seed).get_state()
 
 
+def random_states() -> dict[str, torch.Tensor]:
+    """Megatron's named random states, copied."""
+    if torch.cuda.is_available():
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        return {name: state.clone() for name, state in megatron_random.get_cuda_rng_tracker().get_states().items()}
+    return {name: state.clone() for name, state in _states.items()}
+
+
+def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `random_states` gave."""
+    if torch.cuda.is_available():
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        megatron_random.get_cuda_rng_tracker().set_states(dict(states))
+        return
+    _states.update(states)
+
+
 @contextlib.contextmanager
 def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """As `CudaRNGStatesTracker.fork`, over the CPU's generator."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +14,13 @@ from mixle_core.runtime import Mesh, derive_seed
 from mixle_megatron._upstream import (
     NumberedModules,
     groups_in_effect,
+    random_states,
     recorded_initialisers,
     redirect_recomputation,
     require_version,
     scale_inner_losses,
     seed_random_states,
+    set_random_states,
     use_cpu,
 )
 from mixle_megatron.groups import lone_groups, solo_groups
@@ -125,6 +127,16 @@ class MegatronModel(nn.Module):
         with groups_in_effect(self.groups):
             output: torch.Tensor = self.module(**arguments, runtime_gather_output=labels is None)
         return output
+
+    def generator_states(self) -> dict[str, torch.Tensor]:
+        """Megatron's named random states, as they stand; none before the first forward."""
+        return random_states() if self._seeded else {}
+
+    def set_generator_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `states`; without any, seed them anew at the next forward."""
+        self._seeded = bool(states)
+        if states:
+            set_random_states(states)
 
     def _seed_random_states(self) -> None:
         """Seed what ranks of tp, or of the experts, draw differently, from the seed that ranks with the same rows share."""

@@ -27,6 +27,8 @@ class SteppedByMegatron(Optimizer):
         self._parts = parts
         self._unused = unused
         self.defaults = parts[0][1].defaults
+        self.stands_for = type(parts[0][1])
+        self._wholes = {id(steps): whole for megatron, _ in parts for whole, steps in _pairs(megatron)}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -37,6 +39,11 @@ class SteppedByMegatron(Optimizer):
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """Parameter -> state, of the optimizers inside."""
         return {key: value for megatron, _ in self._parts for key, value in megatron.optimizer.state.items()}
+
+    def whole(self, stepped: torch.Tensor) -> torch.Tensor:
+        """The model's parameter that a tensor of `param_groups` is, or is a slice of."""
+        found: torch.Tensor = self._wholes.get(id(stepped), stepped)
+        return found
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update with the gradients as they are."""
