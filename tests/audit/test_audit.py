@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import mixle_command
 
 import mixle_core as mx
 
@@ -106,11 +106,7 @@ def test_no_microbatch_is_refused():
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    code = "from mixle_core.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "audit", *words], capture_output=True, text=True, timeout=240, env=environment, cwd=HERE, check=False
-    )
+    return mixle_command("audit", *words, cwd=HERE)
 
 
 def test_the_command_says_what_is_wrong_and_exits_1():

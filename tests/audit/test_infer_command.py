@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import mixle_command
 
 HERE = Path(__file__).parent
 NARROW = "dtensor-tp,torch-ddp,torch-fsdp2"
 
 
 def mixle(*words: str, cwd: Path = HERE, plugins: str | None = NARROW) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    environment |= {} if plugins is None else {"MIXLE_PLUGINS": plugins}
-    code = "from mixle_core.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=240, env=environment, cwd=cwd, check=False
-    )
+    env = {"PYTHONPATH": str(HERE)} | ({} if plugins is None else {"MIXLE_PLUGINS": plugins})
+    return mixle_command(*words, cwd=cwd, env=env)
 
 
 REFERENCE = ["--reference", "split_models:reference"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import mixle_command
 
 import mixle_core as mx
 from mixle_core.audit import cells, verify_matrix
@@ -56,11 +55,7 @@ def test_a_model_that_is_tied_already_is_passed_over():
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "cli"), "OMP_NUM_THREADS": "1"}
-    code = "from mixle_core.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "verify", *words], capture_output=True, text=True, timeout=240, env=environment, cwd=HERE, check=False
-    )
+    return mixle_command("verify", *words, cwd=HERE.parent / "cli")
 
 
 def test_the_command_shows_each_cell_once():

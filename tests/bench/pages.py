@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import qwen
 from alone import BY_NAME
 from report import RIGHT, errors, is_right, machine, ratio, size, table
@@ -57,6 +58,48 @@ PLANNING = (
 )
 
 
+CHECKPOINTS_TITLE = "Checkpoints (goals: in the table)"
+
+CHECKPOINTS = (
+    "Sharded parameters with AdamW's state, {mib:.0f} MiB in all, fully_shard over 2 and 4 ranks, local disk. torch is "
+    "`dcp.save` and `dcp.load` "
+    "of the same tensors into fresh directories; mixle saves generators, options and checksums too, and verifies every "
+    "checksum it reads. Both "
+    "make files durable. Rounds are alternate, a round is timed between barriers, a ratio is the median over {rounds} "
+    "rounds with its interval. "
+    "Cold: the kernel was told to drop the files. Async: until the call returns on a rank, against the sync save; its "
+    "staging buffer is reused. "
+    "Memory: MiB beyond the state of a rank ({held}), sampled."
+)
+
+
+def saving_section(found: list[dict[str, Any]]) -> str:
+    """The table of checkpoints."""
+    rows = []
+    for one in found:
+        seconds = one["seconds"]
+        for what, goal in checkpoints.GOALS.items():
+            base = "mixle: save" if what.startswith("async") else f"torch: {what}"
+            seen = ratio(seconds[f"mixle: {what}"], seconds[base])
+            met = "met" if seen["median"] <= goal else f"missed, at most {goal}"
+            bounds = f"{seen['low']:.2f} to {seen['high']:.2f} ({seen['level']:.0%})"
+            rows.append(
+                [
+                    f"{one['ranks']} ranks: {what}",
+                    f"{seen['ours'] * 1e3:.0f}",
+                    f"{seen['theirs'] * 1e3:.0f}",
+                    f"{seen['median']:.2f}",
+                    bounds,
+                    met,
+                ]
+            )
+    held = ", ".join(f"{one['held_mib']:.0f} on {one['ranks']} ranks" for one in found)
+    first = found[0]
+    words = CHECKPOINTS.format(mib=first["held_mib"] * first["ranks"], rounds=len(first["seconds"]["mixle: save"]), held=held)
+    memory = "; ".join(f"{one['ranks']} ranks: save {one['memory']['save']:.0f}, load {one['memory']['load']:.0f}" for one in found)
+    return "\n\n".join([words, table(["", "ms", "against", "ratio", "interval", "goal"], rows), f"Memory beyond the state: {memory}."])
+
+
 def head(*, quick: bool) -> str:
     """Title, machine and method."""
     name = "tiny" if quick else "bench"
@@ -72,7 +115,7 @@ def head(*, quick: bool) -> str:
     return "\n\n".join(["# Benchmarks", *smoke, written, machine(), model, METHOD.format(steps=steps)])
 
 
-def page(where: str, layouts: list[dict[str, Any]], counting_s: float, planning: dict[str, Any]) -> str:
+def page(where: str, layouts: list[dict[str, Any]], counting_s: float, planning: dict[str, Any], saving: list[dict[str, Any]]) -> str:
     """The whole page."""
     alone = [layout for layout in layouts if len(layout["alone"]) == 2]
     crossed = [layout for layout in layouts if len(layout["alone"]) > 2]
@@ -96,6 +139,8 @@ def page(where: str, layouts: list[dict[str, Any]], counting_s: float, planning:
         f"## Plan and table of large models (goal: {GOAL_PLAN_S:.0f} s after imports and {GOAL_PLAN_MIB / 1024} GiB in all)",
         PLANNING,
         _planning(planning),
+        f"## {CHECKPOINTS_TITLE}",
+        saving_section(saving),
         (Path(__file__).parent / "notes.md").read_text().strip(),
     ]
     return "\n\n".join(parts) + "\n"
@@ -199,3 +244,11 @@ def _planning(found: dict[str, Any]) -> str:
         memory = [f"{seen[key]:.0f} MiB" for key in ("imported_mib", "peak_mib")]
         rows.append([title, seen["plan"], *times, *memory, goal])
     return table(["model", "plan", "imports", "meta model", "plan and table", "memory after imports", "peak", "goal"], rows)
+
+
+def put_checkpoints(path: Path, found: list[dict[str, Any]]) -> None:
+    """Write the section of checkpoints into a page, in place of the one that it has or before its last section."""
+    parts = path.read_text().split("\n## ")
+    kept = [part for part in parts if not part.startswith("Checkpoints (")]
+    kept.insert(len(kept) - 1, f"{CHECKPOINTS_TITLE}\n\n{saving_section(found)}\n")
+    path.write_text("\n## ".join(kept))

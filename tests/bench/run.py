@@ -72,6 +72,22 @@ def measure_layout(layout: Layout, folder: str, quick: bool) -> dict[str, Any]:
     return {"title": layout.title, "alone": found, "seconds": outcomes[0].value}
 
 
+def measure_checkpoints(quick: bool) -> list[dict[str, Any]]:
+    from checkpoints import measured
+
+    from mixle_core.testing import run_ranks
+
+    mib, rounds = (2.0, 2) if quick else (200.0, 11)
+    found = []
+    for ranks in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = run_ranks(measured, ranks, folder, mib, rounds, timeout_s=600, group_timeout_s=120)
+        memory = {key: max(outcome.value["memory"][key] for outcome in outcomes) for key in ("save", "load")}
+        found.append({**outcomes[0].value, "memory": memory, "ranks": ranks})
+        say(f"checkpoints on {ranks} ranks")
+    return found
+
+
 def measure_counting() -> float:
     from cost import per_collective
 
@@ -108,12 +124,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three pairs of a tiny model: a smoke test whose numbers mean nothing")
     parser.add_argument("--output", type=Path, default=HERE.parents[1] / "docs" / "benchmarks.md")
+    parser.add_argument("--only-checkpoints", action="store_true", help="measure them alone, and write them into the page that is there")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
+    if options.only_checkpoints:
+        pages.put_checkpoints(options.output, measure_checkpoints(options.quick))
+        return
     where = pages.head(quick=options.quick)  # the load before this program adds to it
     with tempfile.TemporaryDirectory() as folder:
         layouts = [measure_layout(layout, folder, options.quick) for layout in LAYOUTS]
-    page = pages.page(where, layouts, measure_counting(), measure_planning(options.quick))
+    page = pages.page(where, layouts, measure_counting(), measure_planning(options.quick), measure_checkpoints(options.quick))
     options.output.write_text(page)
     print(page)
 

@@ -74,3 +74,10 @@ def test_checks_and_planning_have_all_rows(sections):
 
 def test_the_page_says_what_fell_short(sections):
     assert "What fell short, and why" in sections
+
+
+def test_every_measure_of_checkpoints_is_compared_with_its_goal(sections):
+    rows = sections["Checkpoints"]
+    wanted = [f"{ranks} ranks: {what}" for ranks in (2, 4) for what in ("save", "load, warm", "load, cold", "async save, until it returns")]
+    assert [row[0] for row in rows] == wanted
+    assert all(re.fullmatch(r"[\d.]+", row[3]) and re.match("met|missed", row[5]) for row in rows)

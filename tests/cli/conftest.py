@@ -19,3 +19,8 @@ def mixle(monkeypatch, capsys):
         return stopped.value.code, out, err
 
     return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick(quick_commands):
+    """Every command of these tests."""

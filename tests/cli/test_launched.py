@@ -2,19 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import mixle_command
 
 HERE = Path(__file__).parent
 
 
 def mixle(*arguments, cwd=None, timeout=240):
-    command = [sys.executable, "-m", "mixle_core.cli.rank", *arguments]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=env, check=False)
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    return mixle_command(*arguments, cwd=cwd or HERE, timeout=timeout, env={"PYTHONPATH": paths})
 
 
 def test_verify_prints_the_errors_by_name_and_passes():

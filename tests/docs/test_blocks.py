@@ -9,7 +9,6 @@ import pytest
 
 from mixle_core.testing import run_ranks
 
-from . import ahead
 from . import blocks as b
 
 PAGES = {page.relative_to(b.DOCS).as_posix(): b.read_blocks(page) for page in b.PAGES}
@@ -32,13 +31,6 @@ def directories(tmp_path_factory):
         return made[page]
 
     return directory
-
-
-@pytest.fixture(scope="session")
-def python(tmp_path_factory):
-    """Starts as a fork of one interpreter for all commands."""
-    with ahead.started(tmp_path_factory.mktemp("ahead")) as program:
-        yield program
 
 
 def test_every_block_is_of_a_kind_that_is_run():

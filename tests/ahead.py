@@ -1,4 +1,4 @@
-"""An interpreter that has imported torch and transformers; commands of the pages start as forks of it and import mixle themselves.
+"""An interpreter that has imported torch and transformers; commands start as forks of it and import mixle themselves.
 
 `serve` listens on a socket in a directory, where it leaves a program named `python`. That one passes its arguments, variables, directory
 and open files on, and ends as the fork ends. What it cannot start this way, such as pip and pytest, it starts as Python would.
@@ -69,7 +69,8 @@ def started(folder: Path) -> Iterator[Path]:
 def serve(folder: Path) -> None:
     """Until killed."""
     for module in AHEAD:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # an environment without transformers does without
+            importlib.import_module(module)
     assert threading.active_count() == 1, "a fork has one thread"
     program, path = folder / "python", str(folder / "socket")
     program.write_text(PROGRAM.format(python=sys.executable, socket=path, without=WITHOUT))
