@@ -26,7 +26,7 @@ CHECKSUMS = ("crc32", "sha256")
 
 MAX_DIMS = 64
 
-_FORMATS = {
+FORMATS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
@@ -34,7 +34,7 @@ _FORMATS = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMATS}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 """By the name that the manifest gives them."""
 
 
@@ -121,7 +121,7 @@ def header(entries: Iterable[tuple[str, str, Sequence[int], int, int]]) -> bytes
     """
     ordered = sorted(entries, key=lambda entry: (entry[3], entry[4], entry[0]))
     document = {
-        key: {"dtype": _FORMATS[DTYPES[dtype]], "shape": list(size), "data_offsets": [begin, end]}
+        key: {"dtype": FORMATS[DTYPES[dtype]], "shape": list(size), "data_offsets": [begin, end]}
         for key, dtype, size, begin, end in ordered
     }
     text = dump_json(document)
@@ -260,7 +260,7 @@ def _cut(piece: Piece) -> Iterator[_Chunk]:
         raise CheckpointError(f"{what}: a function without size and dtype; expected both; way out: give them to Piece")
     if given is not None:
         _require_plain(given, what)
-    if dtype not in _FORMATS:
+    if dtype not in FORMATS:
         raise CheckpointError(f"{what}: dtype {dtype}; expected one of {', '.join(DTYPES)}; way out: view it as one of them")
     if not len(piece.shape) == len(piece.offset) == len(size) <= MAX_DIMS or any(
         a < 0 or n < 0 or a + n > whole for a, n, whole in zip(piece.offset, size, piece.shape, strict=False)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from mixle_core.errors import UsageError
@@ -25,7 +26,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group()
 def checkpoint() -> None:
-    """List, show and verify checkpoints: no GPU, no processes, and nothing in them is run."""
+    """List, show, verify, import and export checkpoints: no GPU, no processes, and nothing in them is run."""
 
 
 @checkpoint.command("list")
@@ -130,6 +131,82 @@ def verify(directory: Path, as_json: bool) -> int:
     elif not rows:
         click.echo(f"no step is committed under {directory}")
     return 0 if all(row["valid"] for row in rows) else 1
+
+
+@checkpoint.command("import-dcp")
+@click.argument("source", metavar="SRC", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("root", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="Updates so far; by default as the optimizer's state says.")
+@click.option("--model", metavar="KEY", help="Key of the model in the state dict that was saved.")
+@click.option("--optimizer", metavar="CLASS", help="Class of the optimizer, where its options do not tell.")
+@click.option("--buffer", "buffers", metavar="PATTERN", multiple=True, help="Names that are buffers and no parameters.")
+@click.option("--tied", metavar="ALIAS=NAME", multiple=True, help="Two names of one parameter; their values must be equal.")
+@click.option("--skip", metavar="PATTERN", multiple=True, help="Keys that are left out.")
+@_json
+def import_dcp(
+    source: Path,
+    root: Path,
+    step: int | None,
+    model: str | None,
+    optimizer: str | None,
+    buffers: tuple[str, ...],
+    tied: tuple[str, ...],
+    skip: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Write a checkpoint of torch.distributed.checkpoint (SRC) as a committed step under DIR. Nothing in it is run."""
+    from mixle_core.checkpoint import CheckpointError
+    from mixle_core.checkpoint import import_dcp as run
+    from mixle_core.checkpoint.dcp import tied_pair
+
+    try:
+        with _progress(f"importing {source.name}") as tell:
+            pairs = dict(map(tied_pair, tied))
+            options: dict[str, Any] = {"step": step, "model": model, "optimizer": optimizer}
+            made = run(source, root, **options, buffers=buffers, tied=pairs, skip=skip, progress=tell)
+    except CheckpointError as error:
+        click.echo(f"mixle: {error}", err=True)
+        return 1
+    if as_json:
+        click.echo(json.dumps({**attrs.asdict(made), "path": str(made.path)}, indent=1))
+        return 0
+    click.echo(f"{made.path}: {len(made.parameters)} parameters, {len(made.buffers)} buffers, {made.optimizer or 'no optimizer'}")
+    if made.rest:
+        named = ", ".join(made.rest[:12])
+        click.echo(f"kept beside them: {named}{f' and {len(made.rest) - 12} more' if len(made.rest) > 12 else ''}")
+    for first, second in made.alike:
+        click.echo(f"{first} and {second} are equal: if the model has them tied, import with --tied {second}={first}")
+    return 0
+
+
+@checkpoint.command("export-hf")
+@_directory
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--like", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Copy config and tokenizer.")
+@click.option("--max-shard-size", default="50GB", show_default=True, help="Of a file; in bytes, or with KB, MB, GB or TB.")
+@_json
+def export_hf(directory: Path, out: Path, like: Path | None, max_shard_size: str, as_json: bool) -> int:
+    """Write the weights of a step as transformers has them, into OUT, which must not exist or be empty.
+
+    DIR is the step's directory, or one with steps, of which the latest is taken.
+    """
+    from mixle_core.checkpoint import CheckpointError
+    from mixle_core.checkpoint import export_hf as run
+
+    try:
+        with _progress(f"exporting {directory.name}") as tell:
+            made = run(directory, out, like=like, max_shard_size=max_shard_size, progress=tell)
+    except CheckpointError as error:
+        click.echo(f"mixle: {error}", err=True)
+        return 1
+    if as_json:
+        click.echo(json.dumps({**attrs.asdict(made), "path": str(made.path)}, indent=1))
+        return 0
+    beside = f"; beside them {', '.join(made.copied)}" if made.copied else ""
+    click.echo(f"{made.path}: step {made.step}, {len(made.names)} tensors in {', '.join(made.files)}{beside}")
+    if made.dtype:
+        click.echo(f"config.json says dtype {made.dtype} now, as the weights have it")
+    return 0
 
 
 _OWNERS = "owners"

@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 HOOKS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, f"{hookspecs.PROJECT}_spec")}
 ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.MixleError)}
 SOURCES = "\n".join(file.read_text() for part in ("mixle_core", "plugins") for file in sorted((ROOT / part).rglob("*.py")))
-RENDERED = ("mixle_core", "mixle_core.runtime", "mixle_core.audit", "mixle_core.testing", "mixle_lm")
+RENDERED = ("mixle_core", "mixle_core.runtime", "mixle_core.checkpoint", "mixle_core.audit", "mixle_core.testing", "mixle_lm")
 
 
 def sections(text: str, level: str = "##") -> dict[str, str]:
