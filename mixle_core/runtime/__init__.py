@@ -11,7 +11,7 @@ from mixle_core.runtime.groups import Mesh, Traffic, counted_traffic, launch_com
 from mixle_core.runtime.initialise import derive_seed, logical_parameters, named_modules
 from mixle_core.runtime.models import forward_names, model_builder, vocabulary_size
 from mixle_core.runtime.reduction import Reduction
-from mixle_core.runtime.saving import Loaded, SaveHandle, load_hf_weights, load_training_state, save_training_state
+from mixle_core.runtime.saving import Loaded, SaveHandle, load_hf_weights, load_training_state, newest_step, save_training_state
 from mixle_core.runtime.session import Session, batch_digest, prepare
 from mixle_core.runtime.state import Block, FlatBlock, StateEntry, StateReader, blocks_of, flat_blocks, load_state, save_state
 from mixle_core.runtime.usage import Usage
@@ -21,6 +21,7 @@ __all__ = [
     "save_training_state",
     "load_hf_weights",
     "load_training_state",
+    "newest_step",
     "SaveHandle",
     "Loaded",
     "load_state",

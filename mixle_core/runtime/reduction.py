@@ -47,11 +47,12 @@ class Reduction:
 
     Attributes:
         module: the module to call in the loop.
-        model: the module that was passed, for its attributes and for evaluation without gradients.
+        model: the module that was passed, for its attributes; `module` is what is called, in evaluation too.
         table: the ownership table.
         mesh: this rank's place in the plan.
         seed: that `attach` was given.
         background: says what failed beside the training, such as an asynchronous save; asked at every update, and raised on every rank.
+        undefined: why parameters and optimizer are undefined, such as a load that failed halfway; nothing runs then.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Reduction:
         self.update = 0
         self.seed = seed
         self.background: Callable[[], Exception | None] = lambda: None
+        self.undefined: str | None = None
         self._owners = owners
         self._schedule = schedule
         rows = [row for row in won.table.rows if row.held_by(mesh.plan, mesh.rank)]
@@ -123,6 +125,8 @@ class Reduction:
         Returns:
             The summed loss (a float64 scalar, unscaled) and the number of loss tokens of this data rank.
         """
+        if self.undefined is not None:
+            raise UsageError(self.undefined)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         counts: list[int] = []
 
@@ -259,13 +263,13 @@ class Reduction:
         if failed or failure is not None:
             self._raise_everywhere(failure)
         if unlike:  # the ranks of one data rank count with factors that add up to nothing
-            self.zero()
+            self._drop()
             self.require_same_rows(num_tokens, batch_digest)
         if self._probe is not None:
             try:
                 self._probe.judge()
             except Exception:  # found alike on every rank; no gradient of it is left for another update
-                self.zero()
+                self._drop()
                 raise
             if self._probe.done:
                 self._probe = None
@@ -339,9 +343,32 @@ class Reduction:
                 for name, was in before.items():
                     self._traffic[name] += _counted(name) - was
 
+    def require_between_updates(self, what: str) -> None:
+        """Refuse what needs whole updates, within one.
+
+        Raises:
+            UsageError: backwards have run whose update has not ended; parameters are undefined.
+        """
+        if self.undefined is not None:
+            raise UsageError(self.undefined)
+        if not self._fresh:
+            raise UsageError(
+                f"{what}: the window of update {self.update} is open, and its gradients are not saved; finish() or zero() it before"
+            )
+
     def zero(self) -> None:
-        """Drop all gradients; the next update starts from nothing."""
-        self._finished = False
+        """Drop all gradients; the next update starts from nothing.
+
+        Raises:
+            LedgerError: in strict mode: something wrote over a gradient between `finish` and here.
+        """
+        late = self.mesh.watch.late(self.update - 1) if self.mesh.watch is not None and self._finished else None
+        self._drop()
+        if late is not None:
+            raise late
+
+    def _drop(self) -> None:
+        self._finished, self._fresh = False, True
         if self.mesh.watch is not None:
             self.mesh.watch.drop()
         for owner in self._owners.values():
@@ -397,7 +424,7 @@ class Reduction:
         return gradients
 
     def _raise_everywhere(self, failure: Exception | None) -> None:
-        self.zero()
+        self._drop()
         raise_everywhere(self.mesh, failure)
 
     def _read_traffic(self) -> tuple[OwnerReceipt, ...]:

@@ -94,7 +94,6 @@ class Session:
         self._loss_scale = 1.0
         self._compared = False
         self._digest = 0
-        self._undefined: str | None = None
         self._start_window()
         made = {f"optimizer {pattern}": (type(o).__name__, _plain(o.defaults)) for pattern, o in self.optimizers.items()}
         reduction.require_alike("session", {"max_grad_norm": max_grad_norm, **made})
@@ -122,7 +121,8 @@ class Session:
             UsageError: fewer rows than microbatches, tensors that disagree about their number, or ranks of one data rank
                 with different rows.
         """
-        self._require_defined()
+        if self.reduction.undefined is not None:
+            raise UsageError(self.reduction.undefined)
         pieces, rows = self._split(batch)
         if num_examples is not None and (not isinstance(num_examples, int) or not 0 <= num_examples <= rows):
             raise UsageError(f"num_examples={num_examples!r}: expected 0 to {rows}, the rows of the batch")
@@ -282,7 +282,6 @@ class Session:
             UsageError: within a window of accumulated batches, whose gradients are not saved.
             CheckpointError: on every rank; nothing was committed.
         """
-        self._require_defined()
         if self._batches:
             raise UsageError(
                 f"save: {self._batches} of {self.plan.gradient_accumulation_steps} batches of the window have run, and their gradients are "
@@ -316,20 +315,13 @@ class Session:
         """
         self._start_window()
         self.reduction.zero()
-        self._undefined = "a load failed halfway"
         shared = {"scheduler": self.schedulers, "state": state, "missing_ok": missing_ok, **options}
         loaded = load_training_state(self.reduction, self.optimizers, root, **shared)
-        self._undefined = None
         if loaded is None:
             return None
-        self.reduction.update = loaded.step
         self.num_skipped = int(loaded.session.get("num_skipped", 0))
         self._loss_scale = float(loaded.session.get("loss_scale", 1.0))
         return loaded
-
-    def _require_defined(self) -> None:
-        if self._undefined is not None:
-            raise UsageError(f"{self._undefined}, so parameters and optimizer are undefined; load a step, or start anew")
 
     def close(self) -> None:
         """Remove the hooks of `attach`."""

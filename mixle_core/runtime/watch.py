@@ -25,6 +25,9 @@ _CHANGES = (*_REDUCES, "broadcast", "scatter")
 """Operations that write over what they are given, or over what comes out beside it."""
 
 
+_TELLING_BYTES = 4096
+
+
 @attrs.frozen
 class _Announced:
     """What an owner says of one collective: the parameters whose gradients it reduces, and the bytes it hands over."""
@@ -77,6 +80,11 @@ class Watch:
         self._parameters = {name: parameters[name] for name in self._rows}
         self._owners = {row.owner for row in table.rows}
         self._hooks = {name: gradient_hooks(parameter) for name, parameter in self._parameters.items()}
+        sizes = {name: math.prod(row.local_shape) * _itemsize(row) for name, row in self._rows.items()}
+        here = {name: stop - start for name, parameter in self._parameters.items() for start, stop in [_memory(parameter)]}
+        # small ones are as large as anybody's numbers
+        self._alike = {size: name for held in (sizes, here) for name, size in held.items() if size >= _TELLING_BYTES}
+        self._alike |= {sum(held.values()): "all gradients" for held in (sizes, here)}
         self._announced: list[_Announced] = []
         self._seen: list[_Seen] = []
         self._foreign: list[str] = []
@@ -87,22 +95,36 @@ class Watch:
 
     def saw(self, operation: str, group: dist.ProcessGroup, payload_bytes: int, tensors: Sequence[torch.Tensor]) -> None:
         """Note one collective of this process, before it is made."""
-        if not operation.startswith(_CHANGES):
+        if not operation.startswith((*_CHANGES, "allgather", "_allgather")):
             return
         ours = self._apart and group.group_desc.endswith(self._apart)
         if ours and group.group_desc.split(":")[1] in self._owners:
             if operation.startswith(_REDUCES):
                 self._seen.append(_Seen(group.group_desc, payload_bytes))
             return
-        touched = self._gradients_in(tensors)
+        where = f"{operation} over group {group.group_desc!r} of {group.size()} ranks"
+        touched = self._gradients_in(tensors) if operation.startswith(_CHANGES) else []
         if touched:
-            where = f"group {group.group_desc!r} of {group.size()} ranks"
-            self._foreign.append(f"{_few(touched)}: {operation} over {where} wrote over the gradient, beside {self._owner_of(touched[0])}")
+            self._foreign.append(f"{_few(touched)}: {where} wrote over the gradient, beside {self._owner_of(touched[0])}")
+        elif not group.group_desc.startswith("mixle:"):
+            alike = next((self._alike[size] for size in map(_num_bytes, tensors) if size in self._alike), None)
+            if alike is not None:
+                self._foreign.append(
+                    f"{alike}: {where} took as many bytes as the gradient has: it looks like a reduction by hand, of a copy"
+                )
 
     def drop(self) -> None:
         """Forget the calls of an update that is over or given up. What wrote over gradients stays until it is judged."""
         self._announced.clear()
         self._seen.clear()
+
+    def late(self, update: int) -> LedgerError | None:
+        """What wrote over gradients after the update ended, before they were dropped."""
+        found, self._foreign = self._foreign, []
+        if not found:
+            return None
+        what = f"update {update}: {len(found)} collectives on gradients after finish(), whose result the optimizer stepped with"
+        return LedgerError(explain_failure(what, found, "take them out: gradients are final when finish() returns"))
 
     def judge(self, used: Collection[str], update: int) -> None:
         """Compare the calls of one update.
@@ -213,6 +235,10 @@ class Watch:
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.data_ptr(), local.data_ptr() + local.numel() * local.element_size()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _itemsize(row: Row) -> int:

@@ -115,6 +115,19 @@ def by_hand_late(reduction):
     dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
 
+def through_a_copy(reduction):
+    """Nothing before the backward."""
+
+
+def through_a_copy_late(reduction):
+    """All gradients flattened, summed, and written back: what hand-written loops do."""
+    gradients = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for _, p in reduction.named_parameters()]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(piece.view_as(gradient))
+
+
 def parameter_added(reduction):
     reduction.model.late = torch.nn.Parameter(torch.zeros(3))
 
@@ -138,6 +151,35 @@ def test_a_collective_by_hand_on_a_finished_gradient_is_named(name):
     for outcome in run_ranks(trained, 2, name, "by_hand", "after the backward"):
         first, second = outcome.value
         assert first == "fine" and "norm.weight: allreduce over group" in second and "gradient hook" not in second
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp"])
+def test_a_reduction_by_hand_through_a_copy_of_all_gradients_is_named(name):
+    for outcome in run_ranks(trained, 2, name, "through_a_copy", "after the backward"):
+        first, second = outcome.value
+        assert first == "fine" and "all gradients: allreduce over group" in second and "a reduction by hand, of a copy" in second
+
+
+def after_finish():
+    reduction = mx.attach(toy_model(), Plan(dp_replicate=2), strict=True)
+    loss, tokens = next_token_loss(reduction.module, token_batch(0, 0, dist.get_rank()))
+    loss.backward()
+    reduction.finish(tokens)
+    dist.all_reduce(victim(reduction).grad)
+    try:
+        reduction.zero()
+    except mx.LedgerError as error:
+        left = [name for name, p in reduction.named_parameters() if p.grad is not None]
+        reduction.close()
+        return str(error), left
+    return "fine", []
+
+
+def test_a_collective_between_finish_and_zero_is_named_at_that_update():
+    for outcome in run_ranks(after_finish, 2, reuse=True):
+        said, left = outcome.value
+        assert said.startswith("update 0: 1 collectives on gradients after finish(), whose result the optimizer stepped with: norm.weight")
+        assert left == []
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp"])

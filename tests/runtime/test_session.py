@@ -241,7 +241,7 @@ def test_a_skipped_update_changes_nothing_and_the_next_one_is_exact():
     skipped = session.train_batch(token_batch(1, 0, 0))
     assert skipped.committed and skipped.skipped == "non-finite gradient: norm.weight" and skipped.clip_factor == 1.0
     assert all(torch.equal(before[name], value) for name, value in values(session).items())
-    assert repr(session.optimizers["**"].state_dict()) == state and session.schedulers[0].last_epoch == 1
+    assert repr(session.optimizers["**"].state_dict()) == state and session.schedulers["**"].last_epoch == 1
     assert (session.num_skipped, session.update) == (1, 2)
     poison["on"] = False
     session.train_batch(token_batch(2, 0, 0))

@@ -14,6 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import toys
+from toys import DDP2, FSDP2, Thing, Two, attempt, batch, loss, rank, trained
 
 import mixle_core as mx
 from mixle_core.checkpoint import CheckpointError, open_checkpoint, steps
@@ -21,43 +22,9 @@ from mixle_core.runtime import load_training_state, save_training_state
 from mixle_core.testing import run_ranks
 
 Plan = mx.ParallelPlan
-DDP2 = Plan(dp_replicate=2)
-FSDP2 = Plan(dp_shard=2)
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def attempt(call) -> str:
-    try:
-        call()
-    except mx.MixleError as error:
-        return f"{type(error).__name__}: {error}"
-    return "fine"
-
-
-def trained(plan, updates: int = 1, **options):
-    session = toys.make(plan, **options)
-    for update in range(updates):
-        session.train_batch(toys.rows(plan, update))
-    return session
 
 
 # ---- state of others ------------------------------------------------------------------------------------------------
-
-
-class Thing:
-    """Anything with a state dict."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def with_state(root: str):
@@ -135,31 +102,9 @@ def test_what_cannot_be_stored_is_refused_on_all_ranks_with_its_key_and_type(wha
 # ---- parameters that were never used, frozen ones, buffers -----------------------------------------------------------
 
 
-class Two(nn.Module):
-    """Two linears; the second one is used on demand."""
-
-    def __init__(self, norm: bool = False):
-        super().__init__()
-        torch.manual_seed(1)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
-
-    def forward(self, rows, both=False):
-        values = self.norm(self.a(rows))
-        return self.b(values) if both else values
-
-
-def loss(module, batch):
-    return module(batch["rows"], batch["both"]).square().sum(), len(batch["rows"])
-
-
 def two(plan, **options):
     build = options.pop("build", Two)
     return mx.prepare(build(), plan, loss=loss, optimizer=partial(torch.optim.AdamW, lr=0.1), **options)
-
-
-def batch(update: int, *, both: bool):
-    return {"rows": torch.randn(3, 4, generator=torch.Generator().manual_seed(update * 7 + rank())), "both": both}
 
 
 def unused(root: str, plan):

@@ -95,3 +95,61 @@ def whole_state(session) -> dict[str, torch.Tensor]:
 def drawn() -> tuple[float, float, float]:
     """One number of each generator that a training may use beside the model."""
     return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002 - the global one is meant
+
+
+DDP2 = Plan(dp_replicate=2)
+FSDP2 = Plan(dp_shard=2)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def attempt(call) -> str:
+    try:
+        call()
+    except mx.MixleError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def trained(plan, updates: int = 1, **options):
+    session = make(plan, **options)
+    for update in range(updates):
+        session.train_batch(rows(plan, update))
+    return session
+
+
+class Thing:
+    """Anything with a state dict."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Two(nn.Module):
+    """Two linears; the second one is used on demand."""
+
+    def __init__(self, norm: bool = False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+
+    def forward(self, rows, both=False):
+        values = self.norm(self.a(rows))
+        return self.b(values) if both else values
+
+
+def loss(module, batch):
+    return module(batch["rows"], batch["both"]).square().sum(), len(batch["rows"])
+
+
+def batch(update: int, *, both: bool):
+    return {"rows": torch.randn(3, 4, generator=torch.Generator().manual_seed(update * 7 + rank())), "both": both}

@@ -35,8 +35,8 @@ def load_hf_weights(model: Any, directory: str | Path, *, timeout_s: float = 600
         CheckpointError: on every rank: a name that is missing or that the model has not, another shape, a damaged file. The model's
             values are then undefined.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    subject = subject_of(model, size, rank, timeout_s, 0)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    subject = subject_of(model, size, timeout_s, 0, None)
     meeting = Meeting("load of weights", timeout_s=subject.timeout_s, wait_s=wait_s)
     buffers = persistent_buffers(subject.model, subject.transparent)
     everyones = meeting.gather(sorted(buffers))

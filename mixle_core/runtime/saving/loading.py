@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from mixle_core.runtime.saving.plain import own_tensor, put_tensors
 from mixle_core.runtime.saving.snapshot import BUFFER, held_in, kind_of, own_buffer
 from mixle_core.runtime.state import PARAMETER
 
+_RATES = {"lr", "initial_lr"}
+"""Options that a schedule sets."""
+
 _log = structlog.get_logger("mixle.checkpoint")
 
 
@@ -27,7 +31,7 @@ def find_step(root: str | Path) -> Path:
         CheckpointError: neither; with the reasons of those that do not load.
     """
     place = Path(root).absolute()
-    if (place / "_SUCCESS").exists() or (place / "metadata.json").exists():
+    if (place / "_SUCCESS").exists() or re.fullmatch(r"step-\d+", place.name):
         return place
     found = latest(place)
     if found is not None:
@@ -44,8 +48,18 @@ def find_step(root: str | Path) -> Path:
     )
 
 
-def load_together(meeting: Meeting, root: str | Path, fill: Callable[[Checkpoint], Any], *, missing_ok: bool = False) -> Any:
+def load_together(
+    meeting: Meeting,
+    root: str | Path,
+    fill: Callable[[Checkpoint], Any],
+    *,
+    missing_ok: bool = False,
+    began: Callable[[], None] = lambda: None,
+) -> Any:
     """Open the same step on every rank and fill from it. Collective.
+
+    Args:
+        began: called on every rank once there is a step to fill from.
 
     Returns:
         What `fill` returns on this rank; None where `missing_ok` and no attempt at a step was ever committed.
@@ -64,6 +78,7 @@ def load_together(meeting: Meeting, root: str | Path, fill: Callable[[Checkpoint
         raise failure
     if place is None:
         return None
+    began()
     found = None
     try:
         with open_checkpoint(str(place)) as checkpoint:
@@ -72,6 +87,12 @@ def load_together(meeting: Meeting, root: str | Path, fill: Callable[[Checkpoint
         failure = as_error(error)
     meeting.settle(failure)
     return found
+
+
+def newest_step(root: str | Path) -> int | None:
+    """Number of the newest step of a run that is whole; None when there is none."""
+    found = latest(Path(root).absolute())
+    return None if found is None else int(found.name.removeprefix("step-"))
 
 
 def _is_fresh(root: str | Path) -> bool:
@@ -130,14 +151,21 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, torch.Tensor], ra
 
 
 def fill_optimizers(
-    checkpoint: Checkpoint, optimizers: Mapping[str, torch.optim.Optimizer], held: Iterable[Held], elsewhere: Collection[str]
+    checkpoint: Checkpoint,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    held: Sequence[Held],
+    elsewhere: Collection[str],
+    *,
+    rates: bool = True,
 ) -> dict[str, list[int]]:
     """Give the optimizers the saved state of their parameters and the options of their groups.
 
-    What was never stepped has no state and gets none. State of parameters that no optimizer holds here is passed over.
+    What was never stepped has no state and gets none. State of parameters that no optimizer here steps, because they are frozen now,
+    is passed over with a warning.
 
     Args:
         elsewhere: names whose state a plugin loads.
+        rates: whether learning rates are loaded, too.
 
     Returns:
         Pattern -> for each group here, the place of the group that was saved.
@@ -156,21 +184,79 @@ def fill_optimizers(
                 path=str(checkpoint.path),
             )
         groups = described[pattern]["groups"]
+        members = [[one.name for one in held_in(group, optimizer, by_id)] for group in optimizer.param_groups]
+        _require_members(checkpoint, pattern, members, groups, [{**group, "params": None} for group in optimizer.param_groups])
         places[pattern] = []
         for number, group in enumerate(optimizer.param_groups):
             known = held_in(group, optimizer, by_id)
-            places[pattern].append(_set_options(checkpoint, pattern, number, group, groups, [one.name for one in known]))
+            places[pattern].append(_set_options(checkpoint, pattern, number, group, groups, members[number], rates=rates))
             for one in known:
                 if one.name not in elsewhere:
                     _fill_state(checkpoint, optimizer, group, one, values.get(one.name, {}))
+    # of a plugin's, a rank may step slices of some parameters only
+    _note_left(checkpoint, described, optimizers, [one for one in held if one.name not in elsewhere], by_id)
     return places
 
 
+def _require_members(
+    checkpoint: Checkpoint,
+    pattern: str,
+    members: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    here: Sequence[Mapping[str, Any]],
+) -> None:
+    """Every parameter was stepped by this optimizer before, and what was one group then has one set of options now."""
+    group_of = {name: index for index, other in enumerate(saved) for name in other["names"]}
+    new = sorted({name for names in members for name in names} - group_of.keys())
+    split = {
+        index: [n for n, names in enumerate(members) if any(group_of.get(name) == index for name in names)] for index in range(len(saved))
+    }
+    unlike = [numbers for numbers in split.values() if any(here[n] != here[numbers[0]] for n in numbers)]
+    if new or unlike:
+        what = f"{new[0]} ({len(new)} such) was not stepped by it" if new else f"groups {unlike[0]}, whose options differ, were one group"
+        raise CheckpointError(
+            f"{checkpoint.path}: optimizer {pattern!r}: {what} when it was saved; expected the same parameters and "
+            "groups; way out: build the "
+            'optimizer as it was, or load without it: skip=("optimizer",)',
+            path=str(checkpoint.path),
+        )
+
+
+def _note_left(
+    checkpoint: Checkpoint,
+    described: Mapping[str, Any],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    held: Sequence[Held],
+    by_id: Mapping[int, Held],
+) -> None:
+    """State that was saved of parameters here and that no optimizer takes: frozen ones are said, others are an error."""
+    taken = {one.name for optimizer in optimizers.values() for group in optimizer.param_groups for one in held_in(group, optimizer, by_id)}
+    was = {name: pattern for pattern, entry in described.items() for group in entry["groups"] for name in group["names"]}
+    left = sorted(one.name for one in held if one.name in was and one.name not in taken)
+    trainable = [one.name for one in held if one.name in set(left) and one.parameter.requires_grad]
+    if trainable:
+        raise CheckpointError(
+            f"{checkpoint.path}: {trainable[0]} ({len(trainable)} such) was stepped by optimizer {was[trainable[0]]!r}, "
+            "and none here steps it; "
+            'expected the optimizers that were saved; way out: pass them all, or load without them: skip=("optimizer",)',
+            path=str(checkpoint.path),
+        )
+    if left:
+        _log.warning("optimizer_state_not_loaded", parameters=len(left), such_as=left[0], reason="frozen here, and in no optimizer")
+
+
 def _set_options(
-    checkpoint: Checkpoint, pattern: str, number: int, group: dict[str, Any], saved: Sequence[Mapping[str, Any]], names: Sequence[str]
+    checkpoint: Checkpoint,
+    pattern: str,
+    number: int,
+    group: dict[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    rates: bool,
 ) -> int:
     where = [index for index, other in enumerate(saved) if set(names) & set(other["names"])] if names else [number]
-    # what was saved in several groups, as Megatron has experts in one of their own, may have had the same options
+    # what was saved in several groups, such as experts in one of their own, may have had the same options
     alike = where and where[-1] < len(saved) and all(saved[index]["options"] == saved[where[0]]["options"] for index in where)
     if not alike:
         raise CheckpointError(
@@ -178,8 +264,8 @@ def _set_options(
             f"{names[0] if names else 'none'}; expected the same groups; way out: build the optimizer as it was",
             path=str(checkpoint.path),
         )
-    options = saved[where[0]]["options"]
-    odd = sorted({key for key in group if key != "params"} ^ options.keys())
+    options = {key: value for key, value in saved[where[0]]["options"].items() if rates or key not in _RATES}
+    odd = sorted(({key for key in group if key != "params"} ^ options.keys()) - ({"initial_lr"} if rates else _RATES))
     if odd:
         raise CheckpointError(
             f"{checkpoint.path}: option {odd[0]!r} of optimizer {pattern!r} is "
@@ -187,7 +273,11 @@ def _set_options(
             "the optimizer that was saved; way out: use the version of it that saved",
             path=str(checkpoint.path),
         )
-    group.update(options)
+    for key, value in options.items():
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
     return where[0]
 
 
@@ -203,7 +293,7 @@ def _fill_state(
     state.clear()
     for kind in kinds:
         stored = checkpoint.stored(one.name, kind)
-        if stored.shape == one.shape:
+        if stored.shape == one.shape and (stored.shape or kind != "step"):
             state[kind] = torch.zeros_like(parameter, dtype=stored.torch_dtype, requires_grad=False)
             _fill(checkpoint, one, kind, state[kind])
             continue
@@ -245,6 +335,24 @@ def _other(checkpoint: Checkpoint, name: str, kind: str, saved: tuple[Any, Any],
     )
 
 
+def require_buffers(checkpoint: Checkpoint, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Every persistent buffer that was saved is here; `fill_buffers` asks the other way round.
+
+    Raises:
+        CheckpointError: naming the first that is not.
+    """
+    saved = {name for name, kinds in checkpoint.metadata.tensors.items() if BUFFER in kinds}
+    saved |= {key.removeprefix("buffer/").rpartition("/")[0] for key in checkpoint.metadata.opaque if key.startswith("buffer/")}
+    extra = sorted(saved - buffers.keys())
+    if extra:
+        raise CheckpointError(
+            f"{checkpoint.path}: buffer {extra[0]}, which the model has not ({len(extra)} such); expected the model "
+            "that was saved; way out: "
+            "build that model",
+            path=str(checkpoint.path),
+        )
+
+
 def own_value(checkpoint: Checkpoint, key: str, rank: int, *, same_ranks: bool) -> Any:
     """A value that may differ between ranks, with its tensors.
 
@@ -261,7 +369,7 @@ def own_value(checkpoint: Checkpoint, key: str, rank: int, *, same_ranks: bool) 
             f"{checkpoint.path}: no state {key!r}; there are {there}; way out: ask for one of them", path=str(checkpoint.path)
         )
     if "alike" in entry:
-        return put_tensors(entry["alike"], lambda name: checkpoint.opaque(own_tensor(name, 0)))
+        return put_tensors(entry["alike"], lambda name: checkpoint.opaque(own_tensor(name, entry["of"])))
     if not same_ranks or rank not in entry["by rank"]:
         raise CheckpointError(
             f"{checkpoint.path}: state {key!r} was another one on each rank, and the ranks are others now; expected the "

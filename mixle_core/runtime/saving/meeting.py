@@ -39,7 +39,10 @@ class Meeting:
         self._group: dist.ProcessGroup | None = None
         if self.size > 1:
             _arrive(what, self.rank, self.size, min(wait_s, timeout_s))
-            self._group = groups.gloo_group("checkpoint", timeout_s)
+            try:
+                self._group = groups.gloo_group("checkpoint", timeout_s)
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(self._lost(_first_line(error))) from error
 
     def gather(self, value: Any) -> list[Any] | None:
         """`value` of every rank on the first; None on the others."""
@@ -84,10 +87,13 @@ class Meeting:
         text = self._failed(collective)
         if text is not None:
             self._leave()
-            raise CheckpointError(
-                f"{self.what}: rank {self.rank} lost another rank, which ended or stopped ({text}); expected all ranks to the end; way "
-                "out: start the ranks anew; what was committed before loads"
-            )
+            raise CheckpointError(self._lost(text))
+
+    def _lost(self, text: str) -> str:
+        return (
+            f"{self.what}: rank {self.rank} lost another rank, which ended or stopped ({text}); expected all ranks to the end; way out: "
+            "start the ranks anew; what was committed before loads"
+        )
 
     def _failed(self, collective: Callable[[], Any]) -> str | None:
         """What a collective failed with, as text: the error itself holds on to the group."""

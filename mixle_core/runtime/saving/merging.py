@@ -38,8 +38,9 @@ def merged(ranks: Sequence[Snapshot]) -> dict[str, Any]:
     by_rank: dict[str, Any] = {}
     for key in sorted(own):
         found = {rank: snapshot.own[key] for rank, snapshot in enumerate(ranks) if key in snapshot.own}
-        alike = len({fingerprint(value, key) for value in found.values()}) == 1 and len(found) == len(ranks)
-        by_rank[key] = {"alike": next(iter(found.values()))} if alike else {"by rank": found}
+        first = min(found)
+        alike = len({fingerprint(value, key) for value in found.values()}) == 1
+        by_rank[key] = {"alike": found[first], "of": first} if alike else {"by rank": found}
     return values | {OWN: by_rank}
 
 

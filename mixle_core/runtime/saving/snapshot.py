@@ -90,15 +90,33 @@ def optimizer_items(
     described: dict[str, Any] = {}
     for pattern, optimizer in optimizers.items():
         groups = []
+        stray = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+        if stray:
+            raise CheckpointError(
+                f"optimizer {pattern!r} ({kind_of(optimizer)}) has state under {stray[0]!r}, which is no parameter; "
+                "expected state of parameters; "
+                "way out: an optimizer that keeps none beside it"
+            )
         for group in optimizer.param_groups:
             known = held_in(group, optimizer, by_id)
-            options = {key: value for key, value in group.items() if key != "params"}
+            options = {key: _number(value, key) for key, value in group.items() if key != "params"}
             groups.append({"names": sorted(one.name for one in known), "options": options})
             for one in known:
                 if one.name not in named_elsewhere:
                     _add_state(one, pattern, optimizer.state.get(one.parameter, {}), items, values)
         described[pattern] = {"class": kind_of(optimizer), "groups": groups}
     return items, values, described
+
+
+def _number(option: Any, key: str) -> Any:
+    """An option as it is stored: a number in a tensor, as captured optimizers have their rates, by its value."""
+    if isinstance(option, torch.Tensor):
+        if option.numel() != 1:
+            raise CheckpointError(
+                f"option {key!r} is a tensor of shape {list(option.shape)}; expected a number; way out: use plain options"
+            )
+        return option.item()
+    return option
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -110,6 +128,13 @@ def held_in(group: Mapping[str, Any], optimizer: torch.optim.Optimizer, by_id: M
     """Parameters of this rank in a group; an optimizer that steps slices of its own says of which parameter (`whole`)."""
     whole: Callable[[Any], Any] = getattr(optimizer, "whole", lambda parameter: parameter)
     found = [by_id.get(id(whole(parameter))) for parameter in group["params"]]
+    if None in found:
+        shape = list(group["params"][found.index(None)].shape)
+        raise CheckpointError(
+            f"an optimizer ({kind_of(optimizer)}) has a parameter of shape {shape} that is none of the model's; "
+            "expected the model's only; way "
+            "out: make it part of the model, or give that optimizer a checkpoint of its own"
+        )
     return [one for one in found if one is not None]
 
 

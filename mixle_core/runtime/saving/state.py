@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mixle_core.runtime.saving.held import persistent_buffers, reshard
 from mixle_core.runtime.saving.meeting import ARRIVE_WITHIN_S, Meeting
 from mixle_core.runtime.saving.merging import OPTIMIZER_VALUES, OPTIMIZERS, OWN, SCHEDULERS, merged
 from mixle_core.runtime.saving.plain import copied, own_tensor
+from mixle_core.runtime.saving.schedulers import fill_schedulers, plain_state
 from mixle_core.runtime.saving.snapshot import (
     Item,
     Snapshot,
@@ -32,10 +33,14 @@ from mixle_core.runtime.saving.snapshot import (
     staged,
     stateful_values,
 )
-from mixle_core.runtime.saving.subject import Optimizers, Subject, as_mapping, subject_of
+from mixle_core.runtime.saving.subject import Optimizers, Subject, as_mapping, subject_of, with_extra_state
 from mixle_core.runtime.saving.writing import Hook, Request, SaveHandle, in_background, save_together, wait_for_the_last
 
 _log = structlog.get_logger("mixle.checkpoint")
+
+_UNDEFINED = "a load failed halfway, so parameters and optimizer are undefined; load a step, or start anew"
+
+_PARTS = frozenset({"optimizer", "scheduler", "generators"})
 
 _staging: dict[tuple[Any, ...], torch.Tensor] = {}
 """Where the values of an asynchronous save lie; one save at a time, so the next one takes the same memory."""
@@ -106,9 +111,11 @@ def save_training_state(
         CheckpointError: on every rank, with rank and path; no step is there then, and the earlier ones are as they were.
     """
     optimizers, schedulers = as_mapping(optimizer), _schedulers(scheduler)
+    if isinstance(model, Reduction):
+        model.require_between_updates("save")
     wait_for_the_last()
     rank, size = _place()
-    subject = subject_of(model, size, rank, timeout_s, seed)
+    subject = subject_of(model, size, timeout_s, seed, None)
     meeting = Meeting(f"save of step {step}", timeout_s=subject.timeout_s, wait_s=wait_s)
     request = Request(str(root), step, checksum, keep, merged, subject.versions, hook)
     take = partial(_snapshot, subject, optimizers, schedulers, state or {}, metadata, session or {}, step, rank)
@@ -131,9 +138,11 @@ def load_training_state(
     *,
     scheduler: Any = None,
     state: Mapping[str, Any] | None = None,
+    skip: Collection[str] = (),
     missing_ok: bool = False,
     timeout_s: float = 600.0,
     seed: int = 0,
+    data_rank: int | None = None,
     wait_s: float = ARRIVE_WITHIN_S,
 ) -> Loaded | None:
     """Put back what `save_training_state` saved, under the same plan or any other. Collective.
@@ -141,19 +150,28 @@ def load_training_state(
     Args:
         root: of the run, whose newest committed step is loaded; or a step's directory.
         scheduler, state: as when saving; those with `load_state_dict` are filled.
+        skip: what of it is left as it is here: "optimizer" (and its schedule), "scheduler" (and learning rates), "generators".
+        data_rank: of a model that no plan speaks for: ranks with equal ones draw alike on other ranks than those that saved; None
+            lets all draw alike.
         missing_ok: return None, and change nothing, where `root` has no step yet.
         model, optimizer, timeout_s, seed, wait_s: as in `save_training_state`.
 
     Raises:
         CheckpointError: on every rank. Model and optimizer are then undefined: load another step, or start anew.
     """
+    odd = sorted(set(skip) - _PARTS)
+    if odd:
+        raise UsageError(f"skip={odd[0]!r}; expected some of {', '.join(sorted(_PARTS))}")
     optimizers, schedulers = as_mapping(optimizer), _schedulers(scheduler)
     wait_for_the_last()
     rank, size = _place()
-    subject = subject_of(model, size, rank, timeout_s, seed)
+    subject = subject_of(model, size, timeout_s, seed, data_rank)
     meeting = Meeting("load", timeout_s=subject.timeout_s, wait_s=wait_s)
-    fill = partial(_fill, subject, optimizers, schedulers, state or {}, rank)
-    found: Loaded | None = loading.load_together(meeting, root, fill, missing_ok=missing_ok)
+    fill = partial(_fill, subject, optimizers, schedulers, state or {}, frozenset(skip), rank)
+    mark = partial(setattr, model, "undefined", _UNDEFINED) if isinstance(model, Reduction) else lambda: None
+    found: Loaded | None = loading.load_together(meeting, root, fill, missing_ok=missing_ok, began=mark)
+    if isinstance(model, Reduction) and found is not None:
+        model.undefined, model.update = None, found.step
     return found
 
 
@@ -193,6 +211,7 @@ def _snapshot(
     states, values, described = optimizer_items(optimizers, subject.held, elsewhere)
     items += states
     items += buffer_items(persistent_buffers(subject.model, subject.transparent))
+    objects = {**objects, **{f"{_EXTRA}{name}": state for name, (_, state) in with_extra_state(subject).items()}}
     own, tensors = stateful_values(objects)
     opaque = {own_tensor(key, rank): tensor for key, tensor in tensors.items()}
     drawn = generator_states(subject.device) | {f"{_MODELS}{name}": state for name, state in _of_the_model(subject).items()}
@@ -206,9 +225,28 @@ def _snapshot(
         "metadata": metadata,
         OPTIMIZERS: described,
         OPTIMIZER_VALUES: values,
-        SCHEDULERS: {pattern: _plain(scheduler.state_dict()) for pattern, scheduler in schedulers.items()},
+        SCHEDULERS: {pattern: plain_state(scheduler.state_dict()) for pattern, scheduler in schedulers.items()},
     }
     return Snapshot(tuple(items), shared, own)
+
+
+_EXTRA = "extra state of "
+"""What the keys of modules' own extra state begin with."""
+
+
+def _fill_extra(checkpoint: Checkpoint, subject: Subject, rank: int, *, same_ranks: bool) -> None:
+    here = with_extra_state(subject)
+    saved = {key.removeprefix(_EXTRA) for key in checkpoint.value(OWN) if key.startswith(_EXTRA)}
+    odd = sorted(here.keys() ^ saved) if len(subject.held) == len(subject.everywhere) else sorted(here.keys() - saved)
+    if odd:
+        raise CheckpointError(
+            f"{checkpoint.path}: extra state of module {odd[0]} is "
+            f"{'not saved' if odd[0] in here else 'saved, and not known here'}; expected the "
+            "model that was saved",
+            path=str(checkpoint.path),
+        )
+    for name, (module, _) in here.items():
+        module.set_extra_state(loading.own_value(checkpoint, f"{_EXTRA}{name}", rank, same_ranks=same_ranks))
 
 
 _MODELS = "model:"
@@ -243,6 +281,7 @@ def _fill(
     optimizers: Optimizers,
     schedulers: Mapping[str, Any],
     objects: Mapping[str, Any],
+    skip: frozenset[str],
     rank: int,
     checkpoint: Checkpoint,
 ) -> Loaded:
@@ -252,9 +291,15 @@ def _fill(
     native = [one for one in subject.held if one.name not in elsewhere]
     loading.require_names(checkpoint, {one.name for one in native}, "parameter", everywhere=subject.everywhere)
     loading.fill_parameters(checkpoint, native)
-    loading.fill_buffers(checkpoint, persistent_buffers(subject.model, subject.transparent), rank if same else 0)
-    places = loading.fill_optimizers(checkpoint, optimizers, subject.held, elsewhere)
-    _fill_schedulers(checkpoint, schedulers, places)
+    buffers = persistent_buffers(subject.model, subject.transparent)
+    if len(subject.held) == len(subject.everywhere):  # else other stages may have others
+        loading.require_buffers(checkpoint, buffers)
+    loading.fill_buffers(checkpoint, buffers, rank if same else 0)
+    if "optimizer" not in skip:
+        places = loading.fill_optimizers(checkpoint, optimizers, subject.held, elsewhere, rates="scheduler" not in skip)
+        if "scheduler" not in skip:
+            fill_schedulers(checkpoint, schedulers, optimizers, places)
+    _fill_extra(checkpoint, subject, rank, same_ranks=same)
     plain = {}
     for key, thing in objects.items():
         value = loading.own_value(checkpoint, key, rank, same_ranks=same)
@@ -262,11 +307,13 @@ def _fill(
             thing.load_state_dict(value)
         else:
             plain[key] = value
-    left = sorted(set(checkpoint.value(OWN)) - set(objects))
+    left = sorted(key for key in set(checkpoint.value(OWN)) - set(objects) if not key.startswith(_EXTRA))
     if left and rank == 0:
         _log.warning("state_not_loaded", keys=left, way_out="pass them in state= when loading")
     # at the end: what was loaded above may have drawn numbers
-    if same:
+    if "generators" in skip:
+        pass
+    elif same:
         names = [key.rpartition("/")[2] for key in checkpoint.metadata.opaque if key.startswith(f"generator/{rank}/")]
         states = {name: checkpoint.opaque(f"generator/{rank}/{name}") for name in names}
         restore_generators(states, subject.device)
@@ -276,53 +323,6 @@ def _fill(
         getattr(subject.model, "set_generator_states", _same)({})
         seed_generators(subject.seed, checkpoint.step, subject.position)
     return Loaded(checkpoint.step, checkpoint.path, checkpoint.value("metadata"), plain, checkpoint.value("session"), same)
-
-
-def _fill_schedulers(checkpoint: Checkpoint, schedulers: Mapping[str, Any], places: Mapping[str, Sequence[int]]) -> None:
-    saved = checkpoint.value(SCHEDULERS)
-    odd = sorted(schedulers.keys() - saved.keys())
-    if odd:
-        there = ", ".join(map(repr, saved)) or "none"
-        raise CheckpointError(
-            f"{checkpoint.path}: no scheduler {odd[0]!r}; there are {there}; expected the schedules that were saved; "
-            "way out: load without a "
-            "scheduler, or build them as they were",
-            path=str(checkpoint.path),
-        )
-    for pattern, scheduler in schedulers.items():
-        # a scheduler takes whatever keys it is given for its attributes
-        unlike = sorted(saved[pattern].keys() ^ scheduler.state_dict().keys())
-        if unlike:
-            raise CheckpointError(
-                f"{checkpoint.path}: scheduler {pattern!r} differs from the saved one in {unlike[0]!r} ({type(scheduler).__name__} here); "
-                "expected the schedule that was saved; way out: build it as it was",
-                path=str(checkpoint.path),
-            )
-        given = scheduler.state_dict()
-        kinds = {key: type(given[key]) for key in given if isinstance(given[key], dict)}  # a Counter, for one
-        by_group = places.get(pattern, ())
-        described = checkpoint.value(OPTIMIZERS).get(pattern, {"groups": ()})
-        state = _regrouped(saved[pattern], given, by_group, len(described["groups"]))
-        scheduler.load_state_dict({key: kinds.get(key, _same)(value) for key, value in state.items()})
-
-
-def _regrouped(saved: Any, here: Any, places: Sequence[int], number: int) -> Any:
-    """What a scheduler has for each group of its optimizer, for the groups as they are here, where there were more or fewer."""
-    if len(places) == number:
-        return saved
-    if isinstance(saved, dict) and isinstance(here, dict):
-        return {key: _regrouped(value, here.get(key), places, number) for key, value in saved.items()}
-    if isinstance(saved, list) and isinstance(here, list):
-        if len(saved) == number and len(here) == len(places):
-            return [saved[place] for place in places]
-        if len(saved) == len(here):
-            return [_regrouped(value, other, places, number) for value, other in zip(saved, here, strict=True)]
-    return saved
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state with its kinds of dict as plain ones."""
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
 
 
 def _same(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mixle_core.errors import UsageError
+from mixle_core.layout import logical_name
 from mixle_core.ownership import describe_role
 from mixle_core.plan import AXES
 from mixle_core.runtime import state as entries
@@ -49,7 +50,7 @@ class Subject:
     position: Mapping[str, int]
 
 
-def subject_of(model: Any, world_size: int, rank: int, timeout_s: float, seed: int) -> Subject:
+def subject_of(model: Any, world_size: int, timeout_s: float, seed: int, data_rank: int | None) -> Subject:
     """An attached model by its table and layouts; any other by its DTensors.
 
     Raises:
@@ -75,7 +76,7 @@ def subject_of(model: Any, world_size: int, rank: int, timeout_s: float, seed: i
         device=first.device if first is not None else torch.device("cpu"),
         timeout_s=timeout_s,
         seed=seed,
-        position={"rank": rank},
+        position={} if data_rank is None else {"data_rank": data_rank},  # nobody says which ranks draw alike, so all do
     )
 
 
@@ -112,6 +113,17 @@ def _attached(reduction: Reduction) -> Subject:
         seed=reduction.seed,
         position={axis: mesh.coordinates[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp")},
     )
+
+
+def with_extra_state(subject: Subject) -> dict[str, tuple[nn.Module, Any]]:
+    """Logical name -> module and its state that is neither parameter nor buffer, by torch's `get_extra_state`; None is none."""
+    found = {}
+    for raw, module in subject.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            state = module.get_extra_state()
+            if state is not None:
+                found[logical_name(raw, subject.transparent)] = module, state
+    return found
 
 
 def as_mapping(optimizers: Any) -> Optimizers:

@@ -8,14 +8,16 @@ import hashlib
 import os
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import structlog
 import torch
 
-from mixle_core.checkpoint import CheckpointError, Piece, Record, begin, commit, data_file, discard, opaque, prune, write_data
+from mixle_core.checkpoint import CheckpointError, Piece, Record, begin, commit, data_file, discard, opaque, prune, survey, write_data
 from mixle_core.checkpoint.values import dump_json, encode
 from mixle_core.runtime.saving.meeting import Meeting, as_error, first_failure
 from mixle_core.runtime.saving.plain import digest
@@ -44,6 +46,8 @@ class Request:
     versions: Mapping[str, str]
     hook: Hook | None = None
 
+
+_log = structlog.get_logger("mixle.checkpoint")
 
 _Share = tuple[int, bool]
 """Place of a block among a rank's items, and whether it is written as the rank's own."""
@@ -85,7 +89,7 @@ def save_together(meeting: Meeting, request: Request, prepare: Callable[[], Snap
             part, values, shares = planned
             orders = [(None, str(part), share) for share in shares]
         else:
-            orders = [(failure, None, ())] * meeting.size
+            orders = [(_placed(failure, meeting), None, ())] * meeting.size
     try:
         failure, place, share = meeting.scatter(orders)
         if failure is not None:
@@ -97,7 +101,7 @@ def save_together(meeting: Meeting, request: Request, prepare: Callable[[], Snap
         if written is not None:
             assert part is not None
             outcome, failure = _attempt(lambda: _commit(request, part, values, written))
-        outcome = meeting.share(outcome if failure is None else failure)
+        outcome = meeting.share(outcome if failure is None else _placed(failure, meeting))
         if isinstance(outcome, CheckpointError):
             raise outcome
     except CheckpointError:
@@ -112,6 +116,11 @@ def _attempt(step: Callable[[], Any]) -> tuple[Any, CheckpointError | None]:
         return step(), None
     except Exception as error:  # told to the other ranks before it is raised, so that none of them waits
         return None, as_error(error)
+
+
+def _placed(failure: CheckpointError | None, meeting: Meeting) -> CheckpointError | None:
+    """With the rank on which the operating system refused, when others hear of it."""
+    return failure.on_rank(meeting.rank) if failure is not None and failure.errno and not failure.rank and meeting.size > 1 else failure
 
 
 def _described(snapshot: Snapshot) -> tuple[list[_Offer], Snapshot]:
@@ -140,7 +149,31 @@ def _planned(
         raise failed
     shares = _shared_out([offers for _, offers, _ in told])
     values = request.merge([plain for _, _, plain in told if plain is not None])
+    _make_room(request)
     return begin(request.root, request.step), values, shares
+
+
+def _make_room(request: Request) -> None:
+    """Steps of one run follow each other: the newest is what a load takes, and what is kept. A damaged one steps aside.
+
+    Raises:
+        CheckpointError: a later step is committed already.
+    """
+    place = Path(request.root)
+    found = survey(place) if place.is_dir() else ()
+    later = [entry.step for entry in found if entry.problem is None and entry.step > request.step]
+    if later:
+        raise CheckpointError(
+            f"{place}: step {max(later)} is committed already; expected none after step {request.step}, because a load "
+            "takes the newest; way "
+            "out: go on from that one, or save into another directory",
+            path=str(place),
+        )
+    for entry in found:
+        if entry.problem is not None and entry.step == request.step:
+            aside = entry.path.with_name(f"{entry.path.name}.damaged-{uuid.uuid4().hex[:16]}")
+            entry.path.rename(aside)
+            _log.warning("damaged_step_moved_aside", step=entry.step, problem=entry.problem, to=aside.name)
 
 
 def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[_Share]]:

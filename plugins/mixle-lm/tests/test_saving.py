@@ -120,3 +120,52 @@ def test_rows_of_another_run_are_refused(tmp_path):
             schedule=cosine_schedule(9),
             progress=False,
         )
+
+
+def test_a_damaged_newest_step_is_passed_over_and_the_run_goes_on_to_its_end(tmp_path):
+    losses, *_ = fitted()
+    fitted(steps=6, save_to=tmp_path, save_every=3)
+    (tmp_path / "step-00000006" / "_SUCCESS").write_bytes(b"{}")
+    again, _, _, result = fitted(save_to=tmp_path, save_every=3, resume="auto")
+    assert result.resumed == 3 and again == losses[3:]
+    assert [name for name in names(tmp_path) if ".damaged-" not in name] == ["step-00000003", "step-00000006", "step-00000009"]
+
+
+def two_fits(folder, **options):
+    """A fit without checkpoints, and one with; the losses of the second."""
+    lm = LM(Model(), seed=1)
+    common = {"sequence_length": 16, "batch_size": 4, "progress": False, "lr": 1e-3}
+    lm.fit(IDS, steps=3, **common)
+    result = lm.fit(IDS, save_to=folder, **{"steps": 5, **options}, **common)
+    lm.close()
+    return [receipt.loss for receipt in result.receipts], result
+
+
+def test_steps_of_a_resumed_fit_do_not_count_those_of_a_fit_before_it(tmp_path):
+    whole, _ = two_fits(tmp_path / "whole")
+    first, _ = two_fits(tmp_path / "run", steps=2)
+    second, result = two_fits(tmp_path / "run", resume="auto")
+    assert first + second == whole and result.resumed == 2
+
+
+def test_a_directory_that_is_a_link_is_the_same_directory(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    fitted(save_to=tmp_path / "run")
+    nothing, _, _, result = fitted(save_to=tmp_path / "run", resume=tmp_path / "link")
+    assert nothing == [] and result.checkpoint.name == "step-00000009"
+
+
+def test_after_a_resume_that_failed_halfway_the_model_neither_evaluates_nor_trains(tmp_path):
+    fitted(steps=4, save_to=tmp_path)
+    (data,) = (tmp_path / "step-00000004").glob("data-*")
+    raw = bytearray(data.read_bytes())
+    raw[-20] ^= 1
+    data.write_bytes(raw)
+    lm = LM(Model(), seed=1)
+    options = {"sequence_length": 16, "batch_size": 4, "gradient_accumulation_steps": 2, "schedule": cosine_schedule(9), "progress": False}
+    with pytest.raises(mx.MixleError, match="as they were written"):
+        lm.fit(IDS, steps=9, save_to=tmp_path, resume="auto", **options)
+    for call in (lambda: lm.evaluate(IDS, sequence_length=16), lambda: lm.fit(IDS, steps=1, **options)):
+        with pytest.raises(mx.UsageError, match="a load failed halfway, so parameters and optimizer are undefined"):
+            call()

@@ -151,6 +151,7 @@ class LM:
             schedule=schedule,
             max_grad_norm=max_grad_norm,
         )
+        self.session = session  # the model is cut from here on, whatever is refused below
         loader = self._loader(rows, session, batch_size, shuffle=shuffle, at_least=wanted.microbatches)
         if loader_state is not None:
             loader.load_state_dict(loader_state)
@@ -158,7 +159,7 @@ class LM:
         session.reduction.require_alike("fit", {**options, **loader.state_dict()})
         resumed = saving.resumed(session, loader)
         batches = fitting.num_batches(loader, steps, epochs, wanted.gradient_accumulation_steps, done=resumed)
-        self.session, self.loader = session, loader
+        self.loader = loader
         separate = self._documents_separate(session, rows) if rows.documents else None
         session.module.train()
         receipts, seconds = fitting.run(session, loader, batches, callback=callback, progress=progress, saved=saving.after)

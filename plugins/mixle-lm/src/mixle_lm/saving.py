@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from mixle_core import UsageError
-from mixle_core.runtime import SaveHandle, Session
+from mixle_core.runtime import SaveHandle, Session, newest_step
 from mixle_lm.loader import RowLoader
 from mixle_lm.rows import require_whole
 
 AUTO = "auto"
+
+_BEGAN = "updates before the run"
 
 
 class Saving:
@@ -35,13 +36,15 @@ class Saving:
         self._root, self._every, self._keep, self._resume = save_to, save_every, keep, resume
         self._under_way: SaveHandle | None = None
         self._last: tuple[int, Path] | None = None
+        self._began = 0
 
     def resumed(self, session: Session, loader: RowLoader) -> int | None:
-        """Load if told to; the updates before. Collective.
+        """Load if told to; the updates that the run had before. Collective.
 
         Raises:
             UsageError: steps lie where this run is going to write.
         """
+        self._began = session.update  # updates of fits before this run are not its own
         before = self._loaded(session, loader)
         if self._root is not None:
             self._require_ahead(session)
@@ -49,9 +52,7 @@ class Saving:
 
     def _require_ahead(self, session: Session) -> None:
         """A committed step is never written again: better said now than at the first save."""
-        names = [path.name for path in Path(str(self._root)).glob("step-*")]
-        there = [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))]
-        highest = session.reduction.mesh.gather_objects(max(there, default=0))[0]
+        highest = session.reduction.mesh.gather_objects(newest_step(str(self._root)) or 0)[0]
         if highest > session.update:
             raise UsageError(
                 f"save_to={str(self._root)!r} has a step {highest} already, and this fit begins after update {session.update}; go on "
@@ -67,9 +68,11 @@ class Saving:
         loaded = session.load(root, state={"loader": loader}, missing_ok=auto)
         if loaded is None:
             return None
-        if self._root is not None and loaded.path.parent == Path(self._root).absolute():
+        if self._root is not None and loaded.path.parent.resolve() == Path(self._root).resolve():
             self._last = loaded.step, loaded.path
-        return loaded.step
+        said = loaded.metadata if isinstance(loaded.metadata, dict) else {}
+        self._began = int(said.get(_BEGAN, 0))
+        return max(0, loaded.step - self._began)
 
     def after(self, session: Session, loader: RowLoader) -> None:
         """Save when it is the turn of this update. Collective."""
@@ -100,4 +103,4 @@ class Saving:
         return self._root
 
     def _what(self, loader: RowLoader) -> dict[str, Any]:
-        return {"state": {"loader": loader}, "keep": self._keep}
+        return {"state": {"loader": loader}, "keep": self._keep, "metadata": {_BEGAN: self._began}}
