@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from mixle_core.audit.compare import relative_error
+from mixle_core.audit.compare import relative_error, zeroed_row
 
 TOLERANCE = 1e-4
 """Relative error up to which values are equal; kinds of fault are at least a factor or a missing term apart."""
+
+_NOISE = 1e-2
+"""Of the tolerance: a row this far below the largest one may be what rounding leaves of zeros."""
 
 RIGHT = "right"
 MISSING_SUM = "missing sum"
@@ -94,7 +97,7 @@ def classify(
     worst = max(errors)
     ratios = [_ratio(v, w) for v, w in zip(values, references, strict=True)]
     if worst <= tolerance:
-        return _right(worst)
+        return _zeroed(values, references, ratios[0], tolerance) or _right(worst)
     partition = groups if groups is not None else default_groups(len(values))
     sizes = sorted({len(ranks) for blocks in partition.values() for ranks in blocks if len(ranks) > 1})
     found = (
@@ -109,6 +112,15 @@ def classify(
 
 def _right(error: float) -> Verdict:
     return Verdict(RIGHT, 1.0, error, "")
+
+
+def _zeroed(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor], ratio: float, tolerance: float) -> Verdict | None:
+    """Rows that a rank lost, as of tokens that are rare where one other token makes up the whole norm."""
+    for rank, (value, reference) in enumerate(zip(values, references, strict=True)):
+        row = zeroed_row(value, reference, _NOISE * tolerance)
+        if row is not None:
+            return Verdict(NOT_EXPLAINED, ratio, 1.0, f"row {row} is zero on rank {rank}, and is not in one process")
+    return None
 
 
 def _scaled(

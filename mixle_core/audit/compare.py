@@ -27,6 +27,19 @@ def relative_error(value: torch.Tensor | None, reference: torch.Tensor | None) -
     return error if math.isfinite(error) else math.inf
 
 
+def zeroed_row(value: torch.Tensor, reference: torch.Tensor, level: float) -> int | None:
+    """The first row along dim 0 with nothing but zeros in `value` and a norm above `level` of the largest row's in `reference`.
+
+    No rounding makes a whole row zero, so that rows can be missed whose error is far below that of the whole tensor. Vectors have no
+    rows.
+    """
+    if value.dim() < 2 or not value.numel():
+        return None
+    norms = torch.linalg.vector_norm(reference.flatten(1), dim=1)
+    rows = (~value.flatten(1).any(1) & (norms > level * norms.max())).nonzero()
+    return int(rows[0]) if len(rows) else None
+
+
 def assemble(plan: ParallelPlan, row: Row, pieces: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, bool]:
     """Put the local tensors of one parameter together.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import targets
 
 from mixle_core.audit import audit
+from mixle_core.audit.window import _dealt
 from mixle_core.testing import run_ranks
 
 HERE = Path(__file__).parent
@@ -204,3 +206,86 @@ def test_who_knows_how_it_is_cut_says_so_and_copies_are_compared_to_the_bit():
 def test_zeros_where_one_process_has_no_gradient_are_told_apart():
     report = audit(lambda batches: {"w": torch.zeros(3)}, lambda batches: {"w": None}, [0])
     assert report.wrong == {} and report.zeros == ("w",)
+
+
+TALL = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+HALF = torch.cat([TALL[:4], torch.zeros(4, 3)])  # no token of the second half
+PARALLEL = torch.tensor([2.0, -1.0, 4.0, 3.0])  # in slices of one element, all are alike but for a factor
+
+
+def dealt(wanted, number, held, factor=1.0, change=0.0):
+    """What the audit says where each rank holds the slice that `held` gives it; the last rank's may be changed."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = factor * wanted.chunk(number)[held[rank]] + change * (rank == size - 1)
+    report = audit(lambda batches: {"w": mine}, lambda batches: {"w": wanted}, [0])
+    return report.wrong.get("w") and (report.wrong["w"].kind, report.wrong["w"].evidence), report.drifted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "number", "held"),
+    [
+        (TALL, 2, [0, 1]),
+        (TALL, 2, [0, 1, 0, 1]),
+        (TALL, 2, [0, 0, 1, 1]),
+        (TALL, 4, [2, 0, 3, 1]),  # however the ranks are ordered
+        (TALL, 2, [0, 1, 1, 0]),
+        (HALF, 2, [0, 1]),
+        (HALF, 4, [0, 1, 2, 3]),
+        (HALF, 4, [3, 1, 0, 2]),
+        (torch.zeros(4, 2), 2, [0, 1]),
+        (PARALLEL, 4, [1, 3, 0, 2]),
+    ],
+)
+def test_every_slice_is_dealt_out_to_equally_many_ranks(wanted, number, held):
+    for outcome in run_ranks(dealt, len(held), wanted, number, held, reuse=True):
+        assert outcome.value == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "number", "held", "said"),
+    [
+        (TALL, 2, [0, 0], ["rank 1 holds slice 0 along dim 0, and slice 1 is left for it"]),
+        (TALL, 2, [1, 1], ["rank 0 holds slice 1 along dim 0, and slice 0 is left for it"]),
+        (HALF, 2, [0, 0], ["rank 1 holds slice 0"]),
+        (-HALF.flip(0), 2, [1, 1], ["rank 0 holds slice 1"]),
+        (TALL, 2, [0, 0, 0, 0], ["rank 1 holds slice 0", "rank 3 holds slice 0"]),
+        (TALL, 4, [0, 1, 2, 2], ["rank 3 holds slice 2 along dim 0, and slice 3 is left for it"]),
+        (TALL, 4, [0, 1], ["ranks 0, 1 hold 1/4 of it each"]),
+        (TALL, 2, [0, 1, 0], ["ranks 0, 1, 2 hold 1/2 of it each"]),
+    ],
+)
+def test_a_slice_that_no_rank_holds_is_a_wrong_gradient(wanted, number, held, said):
+    for outcome in run_ranks(dealt, len(held), wanted, number, held, reuse=True):
+        (kind, evidence), _ = outcome.value
+        assert kind == "not explained"
+        assert all(words in evidence for words in said), evidence
+
+
+def test_the_other_faults_of_slices_keep_their_names():
+    for outcome in run_ranks(dealt, 4, TALL, 2, [0, 1, 0, 1], 2.0, reuse=True):
+        assert outcome.value[0][0] == "reduced twice"
+    for outcome in run_ranks(dealt, 4, TALL, 2, [0, 1, 0, 1], 1.0, 1.0, reuse=True):
+        (kind, evidence), drifted = outcome.value
+        assert (kind, drifted) == ("copies drifting apart", ("w",))
+        assert evidence.startswith("rank 3 holds something else than slice 1 along dim 0; ranks 1 and 3 differ by")
+
+
+def test_dealing_out_is_the_best_of_all():
+    """Against every way to deal 4 slices to 4 ranks and 2 slices to 6."""
+    generator = torch.Generator().manual_seed(0)
+    for number, size in [(4, 4), (2, 6)] * 20:
+        scores = torch.rand(size, number, generator=generator).tolist()
+        ways = set(itertools.permutations(list(range(number)) * (size // number)))
+        best = max(sum(scores[rank][index] for rank, index in enumerate(way)) for way in ways)
+        found = _dealt(scores, number)
+        assert sorted(found) == sorted(list(range(number)) * (size // number))
+        assert sum(scores[rank][index] for rank, index in enumerate(found)) == pytest.approx(best, abs=1e-6)
+
+
+@pytest.mark.parametrize("unused", [{}, {"w": None}], ids=["no-name", "no-gradient"])
+def test_a_microbatch_that_does_not_use_a_parameter(unused):
+    def run(batches):
+        return {"w": torch.ones(2)} if 1 in batches else unused
+
+    report = audit(lambda batches: {"w": 3 * torch.ones(2)}, run, [0, 1])
+    assert {name: verdict.kind for name, verdict in report.wrong.items()} == {"w": "scaled by a constant"}

@@ -92,3 +92,22 @@ def test_one_assembled_gradient_has_a_cause_whatever_the_axes():
     verdict = classify([draw(4, 3, seed=9)], [WHOLE], groups={"tp": [[0, 1]]})
     assert verdict.kind == "not explained"
     assert classify([2 * WHOLE], [WHOLE], groups={"tp": [[0, 1]]}).kind == "reduced twice"
+
+
+def lost(size: float, to: float = 0.0) -> torch.Tensor:
+    """Ten rows like the first, and one of that size, which becomes `to` of itself on one rank."""
+    table = torch.cat([draw(1, 4).expand(10, 4), size * draw(1, 4)])
+    return torch.cat([table[:10], to * table[10:]])
+
+
+def test_a_row_that_a_rank_lost_is_found_beside_rows_that_dwarf_it():
+    verdict = classify([lost(1e-5, 1.0), lost(1e-5)], [lost(1e-5, 1.0)] * 2)
+    assert (verdict.kind, verdict.error, verdict.evidence) == ("not explained", 1.0, "row 10 is zero on rank 1, and is not in one process")
+
+
+def test_rounding_is_no_lost_row():
+    assert classify([lost(1e-7)], [lost(1e-7, 1.0)]).kind == "right"  # what cancels to zeros in one order and not in another
+    assert classify([lost(1e-5, 0.5)], [lost(1e-5, 1.0)]).kind == "right"  # only zeros are told from rounding there
+    assert classify([lost(1e-7, 1.0)], [lost(1e-7)]).kind == "right"
+    assert classify([torch.tensor([1.0, 0.0])], [torch.tensor([1.0, 1e-5])]).kind == "right"  # a vector has no rows
+    assert classify([torch.zeros(2, 3)], [torch.zeros(2, 3)]).kind == "right"
