@@ -69,7 +69,7 @@ def test_a_reader_made_from_the_page_reads_what_is_written(tmp_path, save, load)
 
 
 def test_the_tables_of_the_page_are_those_of_the_code():
-    assert dict(_dtypes()) == {name: shards._FORMATS[dtype] for name, dtype in shards.DTYPES.items()}
+    assert dict(_dtypes()) == {name: shards.FORMATS[dtype] for name, dtype in shards.DTYPES.items()}
     tags = re.findall(r'^\| `\{"(!\w+)": ', PAGE, re.MULTILINE)
     assert sorted(tags) == sorted(_TAGS)
 
