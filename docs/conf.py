@@ -47,6 +47,8 @@ NOT_CONSTRUCTED = tuple(
         "runtime.Reduced",
         "runtime.Owner",
         "runtime.AxisExecutor",
+        "runtime.SaveHandle",
+        "checkpoint.Checkpoint",
     )
 )
 """Classes whose objects a user gets, or writes anew: the arguments of their constructors are internal."""

@@ -163,7 +163,7 @@ def _install(model: nn.Module, won: Arbitration, mesh: Mesh, seed: int, *, stric
     if strict:
         with together(mesh):
             require_announcing(owners)
-        mesh.start_watch(Watch(won.table, mesh.plan, mesh.rank, mesh.apart, logical_parameters(model, won.layouts.transparent)))
+        mesh._start_watch(Watch(won.table, mesh.plan, mesh.rank, mesh.apart, logical_parameters(model, won.layouts.transparent)))
     torch.manual_seed(derive_seed(seed, "dropout", *data.items()))  # equal on ranks that see the same activations
     return Reduction(model, module, won, mesh, owners, seed, _only_schedule(executors))
 

@@ -217,13 +217,13 @@ class Mesh:
         """What `reduce_coalesced` tells of its collectives: `announce` for the tensors at some places of `names`."""
         return lambda places, payload_bytes: self.announce(owner, axes, [names[place] for place in places], payload_bytes)
 
-    def start_watch(self, watch: Watch) -> None:
-        """Let `watch` see every collective of this process, and what owners announce, until `stop_watch`."""
+    def _start_watch(self, watch: Watch) -> None:
+        """Let `watch` see every collective of this process, and what owners announce, until `_stop_watch`."""
         self.watch = watch
         _counter.watching.append(watch)
 
-    def stop_watch(self) -> None:
-        """End what `start_watch` began."""
+    def _stop_watch(self) -> None:
+        """End what `_start_watch` began."""
         if self.watch is not None:
             _counter.watching.remove(self.watch)
             self.watch = None

@@ -378,7 +378,7 @@ class Reduction:
         """Remove the hooks. The model keeps its values, cut as they are; process groups stay for the next attach."""
         for owner in reversed(list(self._owners.values())):
             owner.close()
-        self.mesh.stop_watch()
+        self.mesh._stop_watch()
         for handle in self._handles:
             handle.remove()
         if self._forward is not None:
