@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -85,11 +86,18 @@ def held_by_module(module: nn.Module) -> list[Held]:
         if isinstance(parameter, DTensor):
             offset, size = local_block(parameter)
             blocks = (Block(offset, (0,) * len(size), size),)
-            found.append(Held(name, parameter, tuple(parameter.shape), blocks))
+            found.append(Held(name, parameter, tuple(parameter.shape), blocks, _copies(parameter)))
         else:
             shape = tuple(parameter.shape)
             found.append(Held(name, parameter, shape, (Block((0,) * len(shape), (0,) * len(shape), shape),)))
     return found
+
+
+def _copies(parameter: DTensor) -> int:
+    """Ranks of the world that hold the same block, so that what nobody else has need not be compared."""
+    mesh = parameter.device_mesh
+    alike = [mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    return math.prod(alike) * (dist.get_world_size() // mesh.size())
 
 
 def persistent_buffers(model: nn.Module, transparent: Iterable[str] = ()) -> dict[str, torch.Tensor]:

@@ -290,11 +290,14 @@ def _fill_state(
         optimizer.state.pop(parameter, None)
         return
     state = optimizer.state[parameter]
+    before = dict(state)
     state.clear()
     for kind in kinds:
         stored = checkpoint.stored(one.name, kind)
         if stored.shape == one.shape and (stored.shape or kind != "step"):
-            state[kind] = torch.zeros_like(parameter, dtype=stored.torch_dtype, requires_grad=False)
+            known = before.get(kind)  # memory that is there already is filled again
+            fits = isinstance(known, torch.Tensor) and one.fits(known) and known.dtype == stored.torch_dtype
+            state[kind] = known if fits else torch.empty_like(parameter, dtype=stored.torch_dtype, requires_grad=False)
             _fill(checkpoint, one, kind, state[kind])
             continue
         if stored.shape and not one.is_whole:
