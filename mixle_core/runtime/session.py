@@ -308,7 +308,7 @@ class Session:
         Args:
             state: key -> what is filled by its `load_state_dict`.
             missing_ok: return None, and change nothing, where `root` has no step yet.
-            **options: `wait_s`: as in `load_training_state`.
+            **options: `skip`, `wait_s`: as in `load_training_state`.
 
         Raises:
             CheckpointError: on every rank. The session then refuses to train until another load succeeds.

@@ -438,9 +438,10 @@ def lost_while_the_group_is_made(root: str):
     return said, time.monotonic() - started
 
 
-@pytest.mark.skipif(not ALL, reason="takes as long as gloo tries to connect; MIXLE_FAULTS=200 runs it")
-def test_k4_a_rank_that_is_killed_while_the_group_is_made_is_an_error_too(tmp_path):
-    """Of all moments the one in which gloo is slow to say so: it tries five times to connect, each for the timeout."""
-    ((said, took),) = survivors(run_ranks(lost_while_the_group_is_made, 2, str(tmp_path), check=False, timeout_s=60), (0,))
-    assert re.search(GONE, said), said
-    assert took < 5 * 4.0 + SOON_S
+if ALL:  # it takes as long as gloo tries to connect
+
+    def test_k4_a_rank_that_is_killed_while_the_group_is_made_is_an_error_too(tmp_path):
+        """Of all moments the one in which gloo is slow to say so: it tries five times to connect, each for the timeout."""
+        ((said, took),) = survivors(run_ranks(lost_while_the_group_is_made, 2, str(tmp_path), check=False, timeout_s=60), (0,))
+        assert re.search(GONE, said), said
+        assert took < 5 * 4.0 + SOON_S

@@ -103,13 +103,11 @@ def _copies(parameter: DTensor) -> int:
 def persistent_buffers(model: nn.Module, transparent: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """Logical name -> buffer that the model would have in its state dict."""
     transparent = tuple(transparent)
-    found: dict[str, torch.Tensor] = {}
-    for raw, module in model.named_modules():
-        kept = module.state_dict(keep_vars=True)
-        for local, buffer in module.named_buffers(recurse=False):
-            if local in kept:
-                found[logical_name(f"{raw}.{local}" if raw else local, transparent)] = buffer
-    return dict(sorted(found.items()))
+    buffers = {logical_name(raw, transparent): buffer for raw, buffer in model.named_buffers(remove_duplicate=False)}
+    if not buffers:  # to ask for the state dict runs hooks of wrappers
+        return {}
+    kept = {logical_name(raw, transparent) for raw in model.state_dict(keep_vars=True)}
+    return {name: buffers[name] for name in sorted(buffers.keys() & kept)}
 
 
 def reshard(model: nn.Module) -> None:
@@ -138,11 +136,6 @@ def _require_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -
             f"{name} has shape {list(found)} on this rank; expected {list(wanted)} by its layout; way out: attach the model anew, or let "
             "the plugin that cut it answer save_state"
         )
-
-
-def num_elements(shape: Iterable[int]) -> int:
-    """Product of the sizes."""
-    return math.prod(shape)
 
 
 def names_of(held: Iterable[Held]) -> Mapping[int, Held]:
