@@ -109,6 +109,8 @@ def verify(directory: Path, as_json: bool) -> int:
     from mixle_core.checkpoint import CheckpointError, open_checkpoint, survey
 
     paths = [entry.path for entry in survey(directory)] if _holds_steps(directory) else [directory]
+    if not paths:  # to say nothing of nothing would pass for whole
+        raise UsageError(f"{directory}: no step to verify; expected the directory of a run, or a step")
     rows = []
     for path in paths:
         started = time.perf_counter()
@@ -128,8 +130,6 @@ def verify(directory: Path, as_json: bool) -> int:
             click.echo(f"{path.name}: {text}")
     if as_json:
         click.echo(json.dumps(rows, indent=1))
-    elif not rows:
-        click.echo(f"no step is committed under {directory}")
     return 0 if all(row["valid"] for row in rows) else 1
 
 

@@ -108,6 +108,11 @@ def test_a_long_verification_shows_a_bar(mixle, tmp_path, save, monkeypatch):
     assert "verifying step-00000001" in mixle("checkpoint", "verify", tmp_path)[2]
 
 
+def test_to_verify_nothing_is_bad_input(mixle, tmp_path):
+    code, _, err = mixle("checkpoint", "verify", tmp_path)
+    assert code == 2 and err == f"mixle: {tmp_path}: no step to verify; expected the directory of a run, or a step\n"
+
+
 @pytest.mark.parametrize("command", ["list", "show", "verify"])
 def test_no_process_group_is_made_and_no_plugin_is_loaded(tmp_path, save, command):
     save(tmp_path, 1)

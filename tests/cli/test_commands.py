@@ -175,3 +175,10 @@ def test_verify_takes_a_tolerance_of_zero_and_refuses_rows_without_a_loss_token(
     code, _, err = mixle("verify", "--model", "qwen3:tiny", "--length", "1")
     assert code == 2
     assert "1 is not in the range x>=2" in err
+
+
+@pytest.mark.parametrize("option", [("--save-every", "2"), ("--keep", "3"), ("--resume", "auto")])
+def test_options_of_checkpoints_need_the_directory_of_the_run(mixle, option):
+    code, _, err = mixle("train", "--model", "qwen3:tiny", *option)
+    assert code == 2
+    assert one_line(err) == f"mixle: {' '.join(option)} without --save; give the directory of the run"

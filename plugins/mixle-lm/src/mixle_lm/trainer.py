@@ -18,6 +18,7 @@ from mixle_lm.fit import as_json, cosine_schedule
 from mixle_lm.lm import LM
 from mixle_lm.loader import RowLoader
 from mixle_lm.rows import Rows
+from mixle_lm.saving import AUTO
 
 _PROMPT = b"def "
 
@@ -28,6 +29,7 @@ def run(context: Any, options: dict[str, Any]) -> int:
     _check_place(options["save_receipts"], (".jsonl", ".csv"))
     if options["steps"] and options["epochs"]:
         raise UsageError(f"--steps {options['steps']} and --epochs {options['epochs']}: give one of them")
+    _check_saving(options)
     corpus = read_corpus(options["data"])
     eos = corpus.eos_token_id if options["eos_token_id"] is None else options["eos_token_id"]
     held_out = corpus.held_out_rows(options["eval_rows"], options["sequence_length"])
@@ -117,3 +119,10 @@ def _check_place(path: str | None, known: tuple[str, ...]) -> None:
         raise UsageError(f"{path}: expected a name that ends in {' or '.join(known)}")
     if path is not None and not Path(path).resolve().parent.is_dir():
         raise UsageError(f"{path}: there is no directory {Path(path).resolve().parent}")
+
+
+def _check_saving(options: dict[str, Any]) -> None:
+    """In the words of the command line, and before anything is read."""
+    for option, value in (("--save-every", options["save_every"]), ("--keep", options["keep"]), ("--resume", options["resume"])):
+        if options["save_to"] is None and value is not None and (option != "--resume" or value == AUTO):
+            raise UsageError(f"{option} {value} without --save; give the directory of the run")
